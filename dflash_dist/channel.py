@@ -1,0 +1,158 @@
+"""Hidden states on their way from target ranks to drafter ranks: the only file that calls isend and irecv.
+
+A channel is a directed pair of ranks with its own process group and a ring of preallocated slots on each side.
+Sizes come from the schedule, so nothing but hidden states crosses the wire, and both ends post in the same order.
+On NCCL every wait is a wait of the current stream, never of the host. On gloo a wait blocks, but only where the data
+or the slot is needed at once.
+
+Shape suffixes: M most tokens of a message, T tokens of one message, F captured features of a token.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dflash_dist.topology import Topology
+
+
+class WaitClock:
+    """Adds up how long a rank's work stood still: host time on the CPU, stream time from CUDA events."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._seconds = 0.0
+        self._start_s = 0.0
+        self._open: torch.cuda.Event | None = None
+        self._events: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+
+    def __enter__(self) -> None:
+        if self._cuda:
+            self._open = torch.cuda.Event(enable_timing=True)
+            self._open.record()
+        else:
+            self._start_s = time.perf_counter()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._open is not None:
+            end = torch.cuda.Event(enable_timing=True)
+            end.record()
+            self._events.append((self._open, end))
+        else:
+            self._seconds += time.perf_counter() - self._start_s
+
+    def seconds(self) -> float:
+        """Seconds of all waits that are over; reading waits for nothing."""
+        while self._events and self._events[0][1].query():
+            start, end = self._events.popleft()
+            self._seconds += start.elapsed_time(end) / 1000
+        return self._seconds
+
+
+class SendChannel:
+    """The target's end: fill a slot, send it, go on."""
+
+    def __init__(self, peer: int, group: dist.ProcessGroup, slots_MF: list[Tensor], clock: WaitClock) -> None:
+        self._peer, self._group, self._slots_MF, self._clock = peer, group, slots_MF, clock
+        self._in_flight: deque[dist.Work] = deque()
+        self.sent = 0
+        """Messages sent so far."""
+
+    def acquire(self) -> Tensor:
+        """The next slot [M, F], once the message that it held last has gone out."""
+        if len(self._in_flight) == len(self._slots_MF):
+            with self._clock:
+                self._in_flight.popleft().wait()
+        return self._slots_MF[self.sent % len(self._slots_MF)]
+
+    def send(self, tokens: int) -> None:
+        """Starts sending the first `tokens` rows of the slot that `acquire` gave."""
+        slot_MF = self._slots_MF[self.sent % len(self._slots_MF)]
+        work = dist.isend(slot_MF[:tokens], self._peer, group=self._group)
+        assert work is not None
+        self._in_flight.append(work)
+        self.sent += 1
+
+    def finish(self) -> None:
+        """Waits until every message has gone out."""
+        while self._in_flight:
+            self._in_flight.popleft().wait()
+
+
+class ReceiveChannel:
+    """The drafter's end: receives are posted ahead, one for each slot."""
+
+    def __init__(
+        self,
+        peer: int,
+        group: dist.ProcessGroup,
+        slots_MF: list[Tensor],
+        clock: WaitClock,
+        sizes: Iterator[int],
+    ) -> None:
+        self._peer, self._group, self._slots_MF, self._clock = peer, group, slots_MF, clock
+        self._sizes = sizes
+        """Tokens of each message to come, in order."""
+        self._posted: deque[dist.Work] = deque()
+        self._posts = 0
+        self.received = 0
+        """Messages received so far."""
+        for _ in slots_MF:
+            self._post()
+
+    def receive(self) -> Tensor:
+        """The slot [M, F] with the next message in its first rows, valid until `release`."""
+        with self._clock:
+            self._posted.popleft().wait()
+        slot_MF = self._slots_MF[self.received % len(self._slots_MF)]
+        self.received += 1
+        return slot_MF
+
+    def release(self) -> None:
+        """Gives the oldest received slot back: the next receive is posted into it.
+
+        On CUDA the receive starts after all work that is queued on the current stream, so that the slot may still be
+        read by it.
+        """
+        self._post()
+
+    def _post(self) -> None:
+        tokens = next(self._sizes, None)
+        if tokens is None:
+            return
+        slot_MF = self._slots_MF[self._posts % len(self._slots_MF)]
+        work = dist.irecv(slot_MF[:tokens], self._peer, group=self._group)
+        assert work is not None
+        self._posted.append(work)
+        self._posts += 1
+
+
+def ring(slots: int, max_tokens: int, features: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """`slots` zeroed buffers [M, F]. Zeroed, since rows past a message are read under a mask and must be finite."""
+    return [torch.zeros(max_tokens, features, dtype=dtype, device=device) for _ in range(slots)]
+
+
+def open_pair_groups(topology: Topology, rank: int, device: torch.device) -> dict[tuple[int, int], dist.ProcessGroup]:
+    """This rank's process group of each (target rank, drafter rank), connected and ready.
+
+    Every rank makes all groups in the same order, and the first messages go out in that order too: connections are set
+    up by the first message, and two ends that set up different ones first would wait for each other for ever.
+    """
+    groups = {pair: dist.new_group(list(pair)) for pair in topology.pairs()}
+    token = torch.zeros(1, device=device)
+    mine = {pair: group for pair, group in groups.items() if rank in pair}
+    for (sender, receiver), group in mine.items():
+        work = dist.isend(token, receiver, group=group) if rank == sender else dist.irecv(token, sender, group=group)
+        assert work is not None
+        work.wait()
+        if device.type == "cuda":
+            torch.cuda.synchronize()  # sync: start-up only
+    return mine

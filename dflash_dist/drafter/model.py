@@ -1,0 +1,188 @@
+"""The DFlash drafter: Qwen3-style layers whose keys and values are the target's tapped states, then the block itself.
+
+Parameters are fp32; the caller wraps calls in `torch.autocast` for bf16. Norms and RoPE are computed in fp32 at least.
+
+Shape suffixes: A blocks, B block size, T context tokens, Q = A * B queries, S = T + Q keys, H hidden size,
+F = K * H features of K taps, n query heads, m key-value heads, d head size, P positions of any shape.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from dflash_dist.drafter.config import DrafterConfig
+from dflash_dist.drafter.mask import BlockLayout, Mask, build_masks
+
+KeyValue = tuple[Tensor, Tensor]
+"""Keys (normed and rotated) and values of the context in one layer, each [T, m, d]."""
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm over the last dimension, computed in fp32 at least, with a plain gain."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`x` normed and scaled, in its own dtype."""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return (wide * self.weight).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention of block tokens over context and block."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        hidden, head = config.hidden_size, config.head_dim
+        self.head_dim = head
+        self.q_proj = nn.Linear(hidden, config.num_attention_heads * head, bias=False)
+        self.k_proj = nn.Linear(hidden, config.num_key_value_heads * head, bias=False)
+        self.v_proj = nn.Linear(hidden, config.num_key_value_heads * head, bias=False)
+        self.o_proj = nn.Linear(config.num_attention_heads * head, hidden, bias=False)
+        self.q_norm = RMSNorm(head, config.rms_norm_eps)
+        self.k_norm = RMSNorm(head, config.rms_norm_eps)
+
+    def key_value(self, x_TH: Tensor, rope: KeyValue) -> KeyValue:
+        """Rotated keys and values [T, m, d] of context or block tokens."""
+        key_Tmd = self.k_norm(self.k_proj(x_TH).unflatten(-1, (-1, self.head_dim)))
+        value_Tmd = self.v_proj(x_TH).unflatten(-1, (-1, self.head_dim))
+        return rotate(key_Tmd, rope), value_Tmd
+
+    def forward(self, x_QH: Tensor, rope: KeyValue, context: KeyValue, mask: Mask) -> Tensor:
+        """[Q, H] attention output of the block tokens."""
+        query_Qnd = rotate(self.q_norm(self.q_proj(x_QH).unflatten(-1, (-1, self.head_dim))), rope)
+        key_Qmd, value_Qmd = self.key_value(x_QH, rope)
+        key_Smd = torch.cat([context[0], key_Qmd])
+        value_Smd = torch.cat([context[1], value_Qmd])
+        return self.o_proj(_attend(query_Qnd, key_Smd, value_Smd, mask).flatten(1))
+
+
+class MLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., H] output for [..., H]."""
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Layer(nn.Module):
+    """A pre-norm layer. The context is not passed through its input norm."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, hidden_QH: Tensor, rope: KeyValue, context: KeyValue, mask: Mask) -> Tensor:
+        """[Q, H] residual stream after the layer."""
+        hidden_QH = hidden_QH + self.self_attn(self.input_layernorm(hidden_QH), rope, context, mask)
+        return hidden_QH + self.mlp(self.post_attention_layernorm(hidden_QH))
+
+
+class DFlashDrafter(nn.Module):
+    """The drafter without embedding and head, which are the target's. Parameter names are those of the plain export.
+
+    Training calls `context` on the whole pack, then `blocks` on all anchors with `masks`. Inference calls `context` on
+    newly committed tokens and appends it to a cache, then `blocks` on one block.
+    """
+
+    def __init__(self, config: DrafterConfig, attention: Literal["dense", "flex"] = "dense") -> None:
+        super().__init__()
+        self.config = config
+        self.attention: Literal["dense", "flex"] = attention
+        self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    @torch.no_grad()
+    def init_weights(self, seed: int) -> None:
+        """Sets every matrix to normal(0, initializer_range) and every norm to 1, from `seed` alone."""
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in self.parameters():
+            if parameter.dim() == 1:
+                parameter.fill_(1.0)
+            else:
+                drawn = torch.empty(parameter.shape).normal_(0.0, self.config.initializer_range, generator=generator)
+                parameter.copy_(drawn)
+
+    def context(self, features_TF: Tensor, positions_T: Tensor) -> list[KeyValue]:
+        """Each layer's context keys and values for the target's tapped states at the given document positions.
+
+        Padding rows must be finite; the mask hides them.
+        """
+        context_TH = self.hidden_norm(self.fc(features_TF.to(self._input_dtype(features_TF))))
+        rope = rope_tables(positions_T, self.config, self.fc.weight.dtype)
+        return [layer.self_attn.key_value(context_TH, rope) for layer in self._layers()]
+
+    def masks(self, anchors_A: Tensor, keep_A: Tensor, documents_T: Tensor) -> list[Mask]:
+        """One mask a layer for blocks at `anchors_A` of a pack whose tokens belong to `documents_T` (-1: padding)."""
+        layout = BlockLayout(self.config.block_size, anchors_A, keep_A, documents_T[anchors_A], documents_T)
+        return build_masks(self.config, self.attention, layout)
+
+    def blocks(
+        self, embeddings_ABH: Tensor, positions_AB: Tensor, context: Sequence[KeyValue], masks: Sequence[Mask]
+    ) -> Tensor:
+        """[A, B, H] normed output, ready for the target's head, from the target's embeddings of the block ids."""
+        hidden_QH = embeddings_ABH.to(self._input_dtype(embeddings_ABH)).flatten(0, 1)
+        rope = rope_tables(positions_AB.flatten(), self.config, self.fc.weight.dtype)
+        for layer, key_value, mask in zip(self._layers(), context, masks, strict=True):
+            hidden_QH = layer(hidden_QH, rope, key_value, mask)
+        return self.norm(hidden_QH).unflatten(0, embeddings_ABH.shape[:2])
+
+    def _layers(self) -> list[Layer]:
+        return [cast(Layer, layer) for layer in self.layers]
+
+    def _input_dtype(self, x: Tensor) -> torch.dtype:
+        """Outside autocast the target's bf16 states are widened to the parameters' type; under it they stay."""
+        return x.dtype if torch.is_autocast_enabled(x.device.type) else self.fc.weight.dtype
+
+
+def rope_tables(positions_P: Tensor, config: DrafterConfig, dtype: torch.dtype) -> KeyValue:
+    """Cosines and sines, each [P, d / 2], at the given positions; computed in fp32 at least."""
+    dtype = torch.promote_types(dtype, torch.float32)
+    half = torch.arange(0, config.head_dim, 2, device=positions_P.device, dtype=dtype)
+    angles = positions_P.to(dtype)[..., None] * config.rope_theta ** (-half / config.head_dim)
+    return angles.cos(), angles.sin()
+
+
+def rotate(x_Pnd: Tensor, rope: KeyValue) -> Tensor:
+    """`x` with the two halves of every head rotated against each other, in its own dtype."""
+    cos, sin = rope[0][..., None, :], rope[1][..., None, :]
+    first, second = x_Pnd.to(cos.dtype).chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x_Pnd.dtype)
+
+
+def _attend(query_Qnd: Tensor, key_Smd: Tensor, value_Smd: Tensor, mask: Mask) -> Tensor:
+    """[Q, n, d] attention; queries that see nothing get zeros."""
+    query, key, value = (x.transpose(0, 1)[None] for x in (query_Qnd, key_Smd, value_Smd))
+    if isinstance(mask, BlockMask):
+        return _flex_attention(query.is_cuda)(query, key, value, block_mask=mask, enable_gqa=True)[0].transpose(0, 1)
+    visible_QS = None if mask is None else mask.visible_QS
+    out_Qnd = F.scaled_dot_product_attention(query, key, value, visible_QS, enable_gqa=True)[0].transpose(0, 1)
+    return out_Qnd if mask is None else out_Qnd.masked_fill(mask.padding_Q[:, None, None], 0.0)
+
+
+@functools.cache
+def _flex_attention(compiled: bool) -> Any:
+    """Compiled once for the process; as it is where there is no GPU, for tests."""
+    return torch.compile(flex_attention, dynamic=False) if compiled else flex_attention

@@ -1,0 +1,106 @@
+"""Measuring a drafter: acceptance length and speed by real speculative decoding against plain greedy decoding."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from dflash_dist.drafter.model import DFlashDrafter
+from dflash_dist.errors import UserError
+from dflash_dist.evaluate.speculate import Generation, greedy_decode, speculative_decode
+
+if TYPE_CHECKING:
+    from dflash_dist.target.load import TargetEnds
+
+
+def evaluate(
+    prompts: Sequence[list[dict[str, Any]]],
+    tokenizer: Any,
+    target: Any,
+    drafter: DFlashDrafter,
+    ends: TargetEnds,
+    *,
+    max_new_tokens: int,
+    chat_template_kwargs: dict[str, Any] | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> dict[str, Any]:
+    """What `summarise` gives for the prompts, each decoded greedily with and without the drafter, one at a time.
+
+    `prompts`: lists of chat messages, without the answer. `target`: the full model, on its device. The drafter decodes
+    in the target's dtype, as it is served. `on_progress(done, prompts)` is called after each prompt. UserError where
+    there is no prompt or one does not fit the target's context.
+    """
+    if not prompts:
+        raise UserError("there is no prompt to evaluate on; give a file with at least one row of messages")
+    drafter = copy.deepcopy(drafter).to(device=target.device, dtype=target.dtype).eval()
+    stops = stop_ids(target)
+    rendered = [prompt_ids(tokenizer, messages, chat_template_kwargs or {}) for messages in prompts]
+    # Kernels are chosen and compiled on first use: not part of the measurement.
+    warm_up_tokens = min(max_new_tokens, 2 * drafter.config.block_size)
+    greedy_decode(target, rendered[0], warm_up_tokens, ())
+    speculative_decode(target, drafter, ends, rendered[0], warm_up_tokens, ())
+
+    greedy: list[Generation] = []
+    speculative: list[Generation] = []
+    for ids in rendered:
+        greedy.append(greedy_decode(target, ids, max_new_tokens, stops))
+        speculative.append(speculative_decode(target, drafter, ends, ids, max_new_tokens, stops))
+        if on_progress:
+            on_progress(len(greedy), len(rendered))
+    return summarise(greedy, speculative, drafter.config.block_size)
+
+
+def summarise(greedy: Sequence[Generation], speculative: Sequence[Generation], block_size: int) -> dict[str, Any]:
+    """The measures of one evaluation; None where no prompt gave a second token.
+
+    tau_pooled: tokens committed per target forward over all cycles; tau_macro: mean over prompts of each prompt's own
+    mean. greedy_equal: prompts with the same tokens either way. tokens_per_s and speedup count the time after the
+    prefill. acceptance_per_position: share of all cycles that accept offset 1, 2, ...; acceptance_conditional: share of
+    those that accepted the offset before it. histogram: cycles that committed 1, 2, ... tokens.
+    """
+    cycles = [count for generation in speculative for count in generation.cycles]
+    histogram = [cycles.count(count) for count in range(1, block_size + 1)]
+    reached = [sum(histogram[offset:]) for offset in range(block_size)]
+    means = [sum(g.cycles) / len(g.cycles) for g in speculative if g.cycles]
+    greedy_token_s, token_s = _seconds_per_token(greedy), _seconds_per_token(speculative)
+    return {
+        "tau_pooled": _ratio(sum(cycles), len(cycles)),
+        "tau_macro": _ratio(sum(means), len(means)),
+        "prompts": len(speculative),
+        "greedy_equal": sum(a.ids == b.ids for a, b in zip(greedy, speculative, strict=True)),
+        "tokens_per_s": _ratio(1.0, token_s),
+        "greedy_tokens_per_s": _ratio(1.0, greedy_token_s),
+        "speedup": _ratio(greedy_token_s, token_s),
+        "new_tokens": sum(len(g.ids) for g in speculative),
+        "cycles": len(cycles),
+        "acceptance_per_position": [_ratio(count, len(cycles)) for count in reached[1:]],
+        "acceptance_conditional": [_ratio(b, a) for a, b in itertools.pairwise(reached)],
+        "histogram": histogram,
+    }
+
+
+def stop_ids(target: Any) -> frozenset[int]:
+    """The tokens that end the target's answers, by its generation config."""
+    eos = target.generation_config.eos_token_id
+    if eos is None:
+        return frozenset()
+    return frozenset([eos] if isinstance(eos, int) else eos)
+
+
+def prompt_ids(tokenizer: Any, messages: list[dict[str, Any]], chat_template_kwargs: dict[str, Any]) -> list[int]:
+    """Token ids of the chat up to where the answer begins, rendered as a server does."""
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **chat_template_kwargs)
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    if not ids:
+        raise UserError(f"a prompt of {len(messages)} messages renders to no token; check its messages")
+    return list(ids)
+
+
+def _seconds_per_token(generations: Sequence[Generation]) -> float | None:
+    return _ratio(sum(g.decode_s for g in generations), sum(g.decoded_tokens for g in generations))
+
+
+def _ratio(numerator: float | None, denominator: float | None) -> float | None:
+    return numerator / denominator if numerator is not None and denominator else None

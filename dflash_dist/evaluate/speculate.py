@@ -1,0 +1,225 @@
+"""Greedy speculative decoding of one sequence, and the plain greedy decoding that it must equal.
+
+Shape suffixes: P prompt tokens, B tokens of a block, T newly committed tokens, H hidden size, F = K * H features of
+K taps, m key-value heads, d head size, V vocabulary rows.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from dflash_dist.drafter.mask import inference_masks
+from dflash_dist.drafter.model import DFlashDrafter, KeyValue
+from dflash_dist.errors import UserError
+
+if TYPE_CHECKING:
+    from dflash_dist.target.load import TargetEnds
+
+
+@dataclass
+class Generation:
+    """What was decoded after a prompt."""
+
+    ids: list[int]
+    """New tokens, up to and with the first stop token."""
+    decode_s: float = 0.0
+    """Seconds after the first new token, which the prefill gives."""
+    cycles: list[int] = field(default_factory=list)
+    """Tokens committed by each target forward after the prefill, the bonus token included."""
+
+    @property
+    def decoded_tokens(self) -> int:
+        """Tokens that `decode_s` was spent on."""
+        return len(self.ids) - 1
+
+
+class TargetDecoder:
+    """The target with its cache: runs tokens, captures the taps, and takes tokens back."""
+
+    def __init__(self, target: Any, target_layer_ids: Sequence[int] = ()) -> None:
+        from transformers import DynamicCache
+
+        self._target = target
+        self._cache: Any = DynamicCache(config=target.config.get_text_config())
+        # transformers 5.24 renamed the argument and warns about the old name.
+        parameters = inspect.signature(target.forward).parameters
+        self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
+        self._taps = [target.get_decoder().layers[layer] for layer in target_layer_ids]
+        self.length = 0
+        """Committed tokens in the cache."""
+
+    def new_tokens(self, prompt_tokens: int, wanted: int) -> int:
+        """How many of the wanted new tokens fit the target's context; UserError if the prompt alone fills it."""
+        context = int(self._target.config.get_text_config().max_position_embeddings)
+        if prompt_tokens >= context:
+            raise UserError(
+                f"a prompt has {prompt_tokens} tokens, but the target's context holds {context} with at least one new "
+                "token; shorten or leave out the prompt"
+            )
+        return min(wanted, context - prompt_tokens)
+
+    def run(self, ids_T: Tensor, last_only: bool = False) -> tuple[Tensor, Tensor | None]:
+        """Appends tokens to the cache: the greedy next tokens int64 [T] and the features [T, F].
+
+        `last_only`: next tokens [1], after the last of the tokens alone. Features are None where nothing is tapped.
+        """
+        captured: list[Tensor] = []
+
+        def keep(module: nn.Module, inputs: Any, output: Tensor | tuple[Tensor, ...]) -> None:
+            captured.append((output[0] if isinstance(output, tuple) else output)[0])
+
+        hooks = [layer.register_forward_hook(keep) for layer in self._taps]
+        positions_1T = torch.arange(self.length, self.length + len(ids_T), device=ids_T.device)[None]
+        try:
+            output = self._target(
+                input_ids=ids_T[None],
+                position_ids=positions_1T,
+                use_cache=True,
+                logits_to_keep=1 if last_only else 0,
+                **{self._cache_argument: self._cache},
+            )
+        finally:
+            for hook in hooks:
+                hook.remove()
+        self.length += len(ids_T)
+        return output.logits[0].argmax(-1), torch.cat(captured, dim=-1) if captured else None
+
+    def snapshot(self) -> list[Any]:
+        """What `roll_back` needs: copies of the layers' caches that cannot be cropped, such as recurrent states."""
+        return [None if _croppable(layer) else copy.deepcopy(layer) for layer in self._cache.layers]
+
+    def roll_back(self, snapshot: list[Any], ids_T: Tensor, accepted: int) -> None:
+        """Forgets all but the first `accepted` of the tokens `ids_T`, which were run since the snapshot."""
+        rejected = len(ids_T) - accepted
+        if rejected == 0:
+            return
+        if all(layer is None for layer in snapshot):
+            self._crop(rejected)
+            return
+        # A recurrent state cannot forget single tokens: go back to before all of them and read the accepted ones again.
+        self._crop(len(ids_T), snapshot)
+        self.run(ids_T[:accepted], last_only=True)
+
+    def _crop(self, tokens: int, snapshot: Sequence[Any] = ()) -> None:
+        for index, layer in enumerate(self._cache.layers):
+            if snapshot and snapshot[index] is not None:
+                self._cache.layers[index] = snapshot[index]
+            else:
+                layer.crop(-tokens)
+        self.length -= tokens
+
+
+def _croppable(layer: Any) -> bool:
+    """Whether a layer's cache is plain keys and values of all tokens."""
+    from transformers.cache_utils import DynamicLayer
+
+    return type(layer) is DynamicLayer
+
+
+@torch.inference_mode()
+def greedy_decode(target: Any, prompt_ids: Sequence[int], max_new_tokens: int, stop_ids: Collection[int]) -> Generation:
+    """The target's own greedy continuation, token by token with a cache.
+
+    Stops with the first of `stop_ids`, after `max_new_tokens`, or where the target's context is full.
+    """
+    decoder = TargetDecoder(target)
+    device = target.device
+    limit = decoder.new_tokens(len(prompt_ids), max_new_tokens)
+    tokens, _ = decoder.run(torch.tensor(prompt_ids, device=device), last_only=True)
+    generation = Generation([int(tokens[0])])
+    start_s = _now_s(device)
+    while len(generation.ids) < limit and generation.ids[-1] not in stop_ids:
+        tokens, _ = decoder.run(tokens, last_only=True)
+        generation.ids.append(int(tokens[0]))
+    generation.decode_s = _now_s(device) - start_s
+    return generation
+
+
+@torch.inference_mode()
+def speculative_decode(
+    target: Any,
+    drafter: DFlashDrafter,
+    ends: TargetEnds,
+    prompt_ids: Sequence[int],
+    max_new_tokens: int,
+    stop_ids: Collection[int],
+) -> Generation:
+    """The greedy continuation, drafted a block at a time and verified by one target forward a block.
+
+    Equals `greedy_decode` token for token, but for ties that the target's rounding breaks otherwise in a batch.
+    """
+    decoder = TargetDecoder(target, drafter.config.target_layer_ids)
+    device = target.device
+    limit = decoder.new_tokens(len(prompt_ids), max_new_tokens)
+    tokens, features_TF = decoder.run(torch.tensor(prompt_ids, device=device), last_only=True)
+    generation = Generation([int(tokens[0])])
+    context: list[KeyValue] = []
+    start_s = _now_s(device)
+    while len(generation.ids) < limit and generation.ids[-1] not in stop_ids:
+        assert features_TF is not None
+        context = extend_context(drafter, context, features_TF)
+        assert context[0][0].shape[0] == decoder.length
+        # The last block is shortened to the tokens still wanted, as z-lab's loop does.
+        size = min(drafter.config.block_size, limit - len(generation.ids) + 1)
+        block_B = draft_block(drafter, ends, context, generation.ids[-1], size)
+        snapshot = decoder.snapshot()
+        next_B, features_BF = decoder.run(block_B)
+        assert features_BF is not None
+
+        drafted, chosen = block_B.tolist()[1:], next_B.tolist()
+        accepted = next((i for i, token in enumerate(drafted) if token != chosen[i]), len(drafted))
+        new = chosen[: min(accepted + 1, limit - len(generation.ids))]
+        stop = next((i for i, token in enumerate(new) if token in stop_ids), len(new) - 1)
+        new = new[: stop + 1]
+        generation.ids += new
+        generation.cycles.append(len(new))
+        decoder.roll_back(snapshot, block_B, accepted=len(new))
+        features_TF = features_BF[: len(new)]
+    generation.decode_s = _now_s(device) - start_s
+    return generation
+
+
+def extend_context(drafter: DFlashDrafter, context: list[KeyValue], features_TF: Tensor) -> list[KeyValue]:
+    """The drafter's context keys and values with those of T newly committed tokens appended."""
+    length = context[0][0].shape[0] if context else 0
+    positions_T = torch.arange(length, length + features_TF.shape[0], device=features_TF.device)
+    new = drafter.context(features_TF, positions_T)
+    if not context:
+        return new
+    return [(torch.cat([k, new_k]), torch.cat([v, new_v])) for (k, v), (new_k, new_v) in zip(context, new, strict=True)]
+
+
+def block_logits(
+    drafter: DFlashDrafter, ends: TargetEnds, context: list[KeyValue], anchor_id: int, size: int
+) -> Tensor:
+    """[size - 1, V] logits of the tokens that follow an anchor placed right after the context."""
+    device = context[0][0].device
+    length = context[0][0].shape[0]
+    ids_B = torch.full((size,), drafter.config.mask_token_id, device=device)
+    ids_B[0] = anchor_id
+    positions_B = torch.arange(length, length + size, device=device)
+    masks = inference_masks(drafter.config, length, size, device)
+    hidden_1BH = drafter.blocks(ends.embed(ids_B)[None], positions_B[None], context, masks)
+    return ends.logits(hidden_1BH[0, 1:])
+
+
+def draft_block(drafter: DFlashDrafter, ends: TargetEnds, context: list[KeyValue], anchor_id: int, size: int) -> Tensor:
+    """int64 [size]: the anchor and the drafter's greedy choices after it."""
+    anchor_1 = torch.tensor([anchor_id], device=context[0][0].device)
+    if size == 1:
+        return anchor_1
+    return torch.cat([anchor_1, block_logits(drafter, ends, context, anchor_id, size).argmax(-1)])
+
+
+def _now_s(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

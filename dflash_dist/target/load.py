@@ -1,0 +1,156 @@
+"""Loading the frozen target: its layers up to the last tap, or its two ends alone, or all of it.
+
+Shape suffixes: B blocks or rows, H hidden size, V vocabulary rows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from dflash_dist.config import TargetConfig
+from dflash_dist.errors import UserError
+
+
+class TargetEnds(nn.Module):
+    """The target's frozen input embedding and output head, as the drafter uses them."""
+
+    def __init__(self, embedding: nn.Module, head_weight: Tensor, softcap: float | None) -> None:
+        super().__init__()
+        self.embedding = embedding
+        self.head_weight = nn.Parameter(head_weight, requires_grad=False)
+        """[V, H]"""
+        self.softcap = softcap
+        self.requires_grad_(False)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """[..., H] embeddings of int64 ids [...], scaled as the target scales them (Gemma)."""
+        return self.embedding(ids)
+
+    def logits(self, hidden_BH: Tensor) -> Tensor:
+        """[B, V] logits of the drafter's normed output, soft-capped where the target does so."""
+        logits_BV = nn.functional.linear(hidden_BH, self.head_weight.to(hidden_BH.dtype))
+        return logits_BV if self.softcap is None else torch.tanh(logits_BV / self.softcap) * self.softcap
+
+
+def full_config(folder: Path | str, trust_remote_code: bool = False) -> Any:
+    """The target's transformers configuration, of a vision wrapper where it is one; UserError if there is none."""
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"target {folder} has no usable config.json: {_one_line(error)}") from None
+
+
+def text_config(folder: Path | str, trust_remote_code: bool = False) -> Any:
+    """The configuration of the target's language model."""
+    return full_config(folder, trust_remote_code).get_text_config()
+
+
+def load_tokenizer(folder: Path | str, trust_remote_code: bool = False) -> Any:
+    """The target's tokenizer; UserError if it has none or no chat template."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"target {folder} has no usable tokenizer: {_one_line(error)}") from None
+    if not tokenizer.chat_template:
+        raise UserError(f"the tokenizer of {folder} has no chat template; add chat_template.jinja to the folder")
+    return tokenizer
+
+
+def torch_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The type named in the config; `auto` is bfloat16 on CUDA and float32 on the CPU."""
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def load_taps(folder: Path | str, settings: TargetConfig, last_tap: int, device: torch.device) -> Any:
+    """The frozen decoder with its layers 0..last_tap alone: no later layer, no head."""
+    config = truncated_config(full_config(folder, settings.trust_remote_code), last_tap + 1)
+    decoder = _load(folder, settings, config, device).get_decoder()
+    if not hasattr(decoder, "layers"):
+        raise UserError(
+            f"target {folder} is a {type(decoder).__name__}, whose layers cannot be tapped: it has no `layers`"
+        )
+    return decoder
+
+
+def load_ends(folder: Path | str, settings: TargetConfig, device: torch.device) -> TargetEnds:
+    """The embedding and the head. Read through a model of one layer: ties and key prefixes are transformers' care."""
+    config = truncated_config(full_config(folder, settings.trust_remote_code), 1)
+    model = _load(folder, settings, config, device)
+    head = model.get_output_embeddings()
+    softcap = getattr(config.get_text_config(), "final_logit_softcapping", None)
+    return TargetEnds(model.get_input_embeddings(), head.weight.detach(), softcap)
+
+
+def load_full(folder: Path | str, settings: TargetConfig, device: torch.device) -> Any:
+    """The whole frozen target, for decoding with it."""
+    return _load(folder, settings, full_config(folder, settings.trust_remote_code), device)
+
+
+def truncated_config(config: Any, layers: int) -> Any:
+    """`config`, changed in place to a model of the first `layers` layers; lists with one entry a layer are cut too."""
+    text = config.get_text_config()
+    total = text.num_hidden_layers
+    for name, value in vars(text).items():
+        if isinstance(value, (list, tuple)) and len(value) == total:
+            setattr(text, name, type(value)(value[:layers]))
+    text.num_hidden_layers = layers
+    return config
+
+
+def _load(folder: Path | str, settings: TargetConfig, config: Any, device: torch.device) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    dtype = torch_dtype(settings.dtype, device)
+    try:
+        with _quiet_transformers():
+            model, loading = AutoModelForCausalLM.from_pretrained(
+                folder,
+                config=config,
+                dtype=dtype,
+                attn_implementation=settings.attention,
+                trust_remote_code=settings.trust_remote_code,
+                use_safetensors=True,
+                ignore_mismatched_sizes=True,  # they are listed, and refused below
+                output_loading_info=True,
+            )
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise UserError(f"target {folder} cannot be loaded: {_one_line(error)}") from None
+    if loading["missing_keys"] or loading["mismatched_keys"]:
+        wrong = sorted(map(str, [*loading["missing_keys"], *loading["mismatched_keys"]]))
+        raise UserError(f"target {folder} lacks {len(wrong)} weights of its config or has them misshapen: {wrong[:3]}")
+    return model.to(device).eval().requires_grad_(False)
+
+
+@contextlib.contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """Layers past the last tap are left out on purpose: no warning about them, no bar a rank."""
+    from transformers.utils import logging
+
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]

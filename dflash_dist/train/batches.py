@@ -1,0 +1,80 @@
+"""A drafter rank's batches: token ids, masks and anchors from the store, ready on the device.
+
+Shape suffixes: T tokens of the pack (padded), N documents, A anchors (padded), B block size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dflash_dist.config import Config
+from dflash_dist.data.schedule import Work
+from dflash_dist.data.store import TokenStore
+from dflash_dist.drafter.anchors import Blocks, BlockTensors, default_gamma, draw_blocks
+from dflash_dist.drafter.config import DrafterConfig
+from dflash_dist.target.packing import token_offsets
+
+ANCHOR_MULTIPLE = 8
+"""On the CPU the anchors are padded to a multiple of this; on CUDA to their largest number: shapes are fixed."""
+
+
+@dataclass(frozen=True)
+class DrafterBatch:
+    """What a drafter needs of a batch beside the hidden states."""
+
+    tokens_T: Tensor
+    """int64 ids of the real tokens, on the host: for a rank that is target too."""
+    lengths_N: np.ndarray
+    positions_T: Tensor
+    """int64 position of each token in its document; 0 in the padding."""
+    documents_T: Tensor
+    """int64 number of each token's document in the pack; -1 in the padding."""
+    blocks: Blocks
+
+    def to(self, device: torch.device) -> tuple[Tensor, Tensor, BlockTensors]:
+        """(positions_T, documents_T, blocks) on `device`; copies from pinned memory do not hold up the host."""
+        positions_T = self.positions_T.to(device, non_blocking=True)
+        return positions_T, self.documents_T.to(device, non_blocking=True), self.blocks.to(device)
+
+
+class BatchLoader:
+    """Makes drafter batches on the host; called on the prefetch thread."""
+
+    def __init__(self, store: TokenStore, config: Config, drafter: DrafterConfig, device: torch.device) -> None:
+        self._store, self._config, self._drafter = store, config, drafter
+        self._pin = device.type == "cuda"
+        objective = config.objective
+        self._gamma = objective.gamma if objective.gamma is not None else default_gamma(drafter.block_size)
+        self._anchor_multiple = objective.max_anchors_per_batch if self._pin else ANCHOR_MULTIPLE
+
+    def load(self, work: Work) -> DrafterBatch:
+        """The batch of `work`, on the host."""
+        documents = self._store.read(work.documents)
+        blocks = draw_blocks(
+            documents,
+            block_size=self._drafter.block_size,
+            mask_token_id=self._drafter.mask_token_id,
+            anchors_per_document=self._config.objective.anchors_per_document,
+            max_anchors=self._config.objective.max_anchors_per_batch,
+            gamma=self._gamma,
+            seed=self._config.train.seed,
+            epoch=work.epoch,
+            pad_to=self._anchor_multiple,
+        )
+        padding = self._config.schedule.token_budget - work.tokens if self._pin else 0
+        lengths_N = documents.lengths_N
+        return DrafterBatch(
+            self._tensor(documents.tokens_T),
+            lengths_N,
+            self._tensor(np.pad(token_offsets(lengths_N), (0, padding))),
+            self._tensor(np.pad(np.repeat(np.arange(len(lengths_N)), lengths_N), (0, padding), constant_values=-1)),
+            blocks,
+        )
+
+    def _tensor(self, array: np.ndarray) -> Tensor:
+        tensor = torch.from_numpy(array)
+        return tensor.pin_memory() if self._pin else tensor

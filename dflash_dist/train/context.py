@@ -1,0 +1,44 @@
+"""What every loop is given: the run's facts as one rank sees them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from dflash_dist.config import Config
+from dflash_dist.data.schedule import Schedule
+from dflash_dist.data.store import TokenStore
+from dflash_dist.drafter.config import DrafterConfig
+from dflash_dist.topology import Topology
+from dflash_dist.train.control import Control
+from dflash_profiling.record import TraceWindow
+
+
+@dataclass(frozen=True)
+class RankContext:
+    """One rank of a running world."""
+
+    config: Config
+    topology: Topology
+    rank: int
+    device: torch.device
+    run_folder: Path
+    target_folder: Path | str
+    store: TokenStore
+    schedule: Schedule
+    drafter: DrafterConfig
+    control: Control
+    trace: TraceWindow
+    drafter_group: dist.ProcessGroup | None
+    """The drafter ranks, where there are several."""
+    pair_groups: dict[tuple[int, int], dist.ProcessGroup]
+    start_step: int
+    """Steps that are done already."""
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the first drafter rank, which writes metrics and checkpoints."""
+        return self.topology.drafter_of(self.rank) == 0

@@ -1,0 +1,133 @@
+"""The loop of a drafter rank: load, receive, draft, backward, and once a step all-reduce and update."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dflash_dist.data.schedule import Work
+from dflash_dist.drafter.loss import SUMS, block_sums
+from dflash_dist.drafter.model import DFlashDrafter
+from dflash_dist.target.load import TargetEnds, torch_dtype
+from dflash_dist.train.batches import BatchLoader, DrafterBatch
+from dflash_dist.train.context import RankContext
+from dflash_dist.train.optimizer import Optimizer
+from dflash_dist.train.prefetch import prefetch
+from dflash_dist.train.report import StepReports
+from dflash_dist.train.sources import FeatureSource, ZeroSource
+from dflash_profiling.record import span
+
+Batches = Iterator[tuple[Work, DrafterBatch]]
+HEAD_CHUNK_BLOCKS = 128
+"""Blocks whose logits exist at once."""
+
+
+def drafter_loop(
+    context: RankContext,
+    source: FeatureSource,
+    model: DFlashDrafter,
+    ends: TargetEnds,
+    optimizer: Optimizer,
+    reports: StepReports,
+) -> int:
+    """Trains until the last step, or the step at which a stop was asked for; returns that step."""
+    drafter, schedule, control = context.topology.drafter_of(context.rank), context.schedule, context.control
+    works = (work for work in schedule.work(context.start_step) if work.drafter == drafter)
+    loader = BatchLoader(context.store, context.config, context.drafter, context.device)
+    batches = Lookahead(prefetch(works, loader.load, depth=2))
+    step = context.start_step
+    for step in range(context.start_step + 1, schedule.total_steps + 1):
+        context.trace.advance(step)
+        optimizer.zero_grad()
+        stats = torch.zeros(context.config.schedule.batches_per_step, len(SUMS) + 1, device=context.device)
+        for work, batch in batches.take(step, "train"):
+            sums = batch_sums(context, source, model, ends, work, batch)
+            with span("backward"):
+                sums[0].backward()
+            source.release(work)
+            stats[work.index] = torch.cat([sums.detach(), optimizer.gradient_is_finite()[None]])
+        with span("all_reduce"):
+            all_reduce(stats, context.drafter_group)
+        with span("optimizer"):
+            outcome = optimizer.step(step, stats, stats[:, SUMS.index("weight")].sum())
+        reports.add(step, stats, outcome)
+        if schedule.validates(step):
+            reports.add_validation(step, validation_sums(context, source, model, ends, batches, step))
+        stop_step = control.stop_step()
+        last = step == schedule.total_steps or step == stop_step
+        if last or step % context.config.train.checkpoint_every == 0:
+            reports.checkpoint(step)
+        if last:
+            break
+        reports.lead_stop(step)
+    return step
+
+
+def warm_up(context: RankContext, model: DFlashDrafter, ends: TargetEnds) -> None:
+    """Compiles what a step and a validation run, before the first message: on the first batch, with states of zero."""
+    drafter = context.topology.drafter_of(context.rank)
+    work = next((w for w in context.schedule.work(context.start_step) if w.drafter == drafter), None)
+    if work is None:
+        return
+    batch = BatchLoader(context.store, context.config, context.drafter, context.device).load(work)
+    source = ZeroSource(model.fc.in_features, ends.head_weight.dtype, context.device)
+    batch_sums(context, source, model, ends, work, batch)[0].backward()
+    with torch.no_grad():
+        batch_sums(context, source, model, ends, work, batch)
+
+
+def batch_sums(
+    context: RankContext,
+    source: FeatureSource,
+    model: DFlashDrafter,
+    ends: TargetEnds,
+    work: Work,
+    batch: DrafterBatch,
+) -> Tensor:
+    """The sums of `drafter.loss.SUMS` over one batch, fp32; the first carries the gradient."""
+    with span("receive"):
+        features_TF = source.receive(work, batch)
+    positions_T, documents_T, blocks = batch.to(context.device)
+    dtype = torch_dtype(context.config.train.dtype, context.device)
+    with (
+        span("draft_forward"),
+        torch.autocast(context.device.type, dtype, enabled=dtype != torch.float32),
+    ):
+        return block_sums(model, ends, features_TF, positions_T, documents_T, blocks, chunk=HEAD_CHUNK_BLOCKS)
+
+
+@torch.no_grad()
+def validation_sums(
+    context: RankContext, source: FeatureSource, model: DFlashDrafter, ends: TargetEnds, batches: Lookahead, step: int
+) -> Tensor:
+    """The sums over all validation batches of all drafter ranks."""
+    total = torch.zeros(len(SUMS), device=context.device)
+    with span("validation"):
+        for work, batch in batches.take(step, "validate"):
+            total += batch_sums(context, source, model, ends, work, batch)
+            source.release(work)
+        all_reduce(total, context.drafter_group)
+    return total
+
+
+def all_reduce(tensor: Tensor, group: dist.ProcessGroup | None) -> None:
+    """Sums `tensor` over the drafter ranks in place; nothing to do where there is one."""
+    if group is not None:
+        dist.all_reduce(tensor, group=group)
+
+
+class Lookahead:
+    """Batches in the global order, handed out a step at a time."""
+
+    def __init__(self, batches: Batches) -> None:
+        self._batches = batches
+        self._next = next(batches, None)
+
+    def take(self, step: int, kind: str) -> Batches:
+        """This rank's batches of one step and kind; there may be none."""
+        while self._next is not None and (self._next[0].step, self._next[0].kind) == (step, kind):
+            yield self._next
+            self._next = next(self._batches, None)

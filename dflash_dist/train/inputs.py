@@ -1,0 +1,51 @@
+"""Everything that a run reads, resolved and checked before any rank starts; each rank resolves the same again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dflash_dist.config import Config
+from dflash_dist.data.prepare import prepare
+from dflash_dist.data.schedule import Schedule
+from dflash_dist.data.store import TokenStore
+from dflash_dist.drafter.config import DrafterConfig, resolve
+from dflash_dist.errors import UserError
+from dflash_dist.target.load import load_tokenizer, text_config
+from dflash_dist.target.package import target_folder
+from dflash_dist.topology import Topology, check_batches_per_step
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The target, the data and the drafter's shape."""
+
+    target_folder: Path | str
+    target_config: Any
+    store: TokenStore
+    drafter: DrafterConfig
+    schedule: Schedule
+
+
+def resolve_inputs(config: Config, topology: Topology) -> Inputs:
+    """The run's inputs, prepared where they are not yet; UserError where the run cannot work."""
+    check_batches_per_step(topology, config.schedule.batches_per_step)
+    folder = target_folder(config.target.model, Path(config.cache_dir))
+    target_config = text_config(folder, config.target.trust_remote_code)
+    drafter = resolve(config.drafter, target_config, _tokenizer_length(config, folder))
+    store = TokenStore.open(prepare(config, Path(folder)))
+    schedule = Schedule(store, config, topology)
+    if schedule.total_steps == 0:
+        raise UserError(
+            f"data.sources give {len(store.lengths)} documents, of which none is left for training; add data, or lower "
+            f"data.held_out_share={config.data.held_out_share}"
+        )
+    return Inputs(folder, target_config, store, drafter, schedule)
+
+
+def _tokenizer_length(config: Config, folder: Path | str) -> int:
+    """Ids of the tokenizer; read only where the mask token is to be found from it."""
+    if config.drafter.mask_token_id is not None:
+        return 0
+    return len(load_tokenizer(folder, config.target.trust_remote_code))

@@ -1,0 +1,84 @@
+"""How much memory a run takes, before it starts and while it runs."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import psutil
+import torch
+
+from dflash_dist.config import Config
+from dflash_dist.drafter.config import DrafterConfig
+from dflash_dist.errors import UserError
+from dflash_dist.target.load import torch_dtype, truncated_config
+from dflash_dist.topology import Topology
+
+GIB = 2**30
+MASTER_BYTES = 16
+"""fp32 weight, gradient and two moments of each drafter parameter."""
+
+
+def used_memory_gib(device: torch.device) -> float:
+    """The peak of this rank's allocations on its GPU, or its resident memory on the CPU, in GiB."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / GIB
+    return psutil.Process().memory_info().rss / GIB
+
+
+def rank_memory(config: Config, topology: Topology, target_config: Any, drafter: DrafterConfig, device: str) -> dict:
+    """Bytes that each role needs at the least, as {role: {part: bytes}}; activations are not counted."""
+    bytes_per_value = torch_dtype(config.target.dtype, torch.device(device)).itemsize
+    hidden, vocab = drafter.hidden_size, drafter.vocab_size
+    slots = config.schedule.ring_slots
+    slot = config.schedule.token_budget * hidden * len(drafter.target_layer_ids) * bytes_per_value
+    layers = _decoder_parameters(target_config, drafter.target_layer_ids[-1] + 1) * bytes_per_value
+    target = {"target layers": layers}
+    train = {
+        "drafter masters, gradients, moments": drafter_parameters(drafter) * MASTER_BYTES,
+        "embedding and head": (1 if target_config.tie_word_embeddings else 2) * vocab * hidden * bytes_per_value,
+    }
+    if topology.shared:
+        return {"target+drafter": {**target, **train, "features": slot}}
+    return {
+        "target": {**target, "ring to each drafter": slot * slots * topology.drafters},
+        "drafter": {**train, "ring from each target": slot * slots * topology.targets},
+    }
+
+
+def check_memory(needs: dict[str, dict[str, float]], free_bytes: float, ranks_sharing: dict[str, int]) -> None:
+    """UserError with the sum where a role, or all ranks of one machine's memory, cannot fit.
+
+    `ranks_sharing`: how many ranks of each role share `free_bytes`.
+    """
+    total = sum(sum(parts.values()) * ranks_sharing[role] for role, parts in needs.items())
+    if total <= free_bytes:
+        return
+    sums = "; ".join(
+        f"{ranks_sharing[role]} x {role}: "
+        + " + ".join(f"{part} {size / GIB:.1f}" for part, size in parts.items())
+        + f" = {sum(parts.values()) / GIB:.1f} GiB"
+        for role, parts in needs.items()
+    )
+    raise UserError(
+        f"the run needs at least {total / GIB:.1f} GiB where {free_bytes / GIB:.1f} GiB are free ({sums}); "
+        "take a smaller target, schedule.token_budget or schedule.ring_slots, or more memory"
+    )
+
+
+def drafter_parameters(drafter: DrafterConfig) -> int:
+    """Trainable parameters of the drafter."""
+    hidden, head = drafter.hidden_size, drafter.head_dim
+    attention = hidden * head * (2 * drafter.num_attention_heads + 2 * drafter.num_key_value_heads) + 2 * head
+    layer = attention + 3 * hidden * drafter.intermediate_size + 2 * hidden
+    return drafter.num_hidden_layers * layer + len(drafter.target_layer_ids) * hidden**2 + 2 * hidden
+
+
+def _decoder_parameters(target_config: Any, layers: int) -> int:
+    """Parameters of the target's embedding and first layers, counted on the meta device."""
+    from transformers import AutoModel
+
+    config = truncated_config(type(target_config)(**target_config.to_dict()), layers)
+    with torch.device("meta"):
+        model = AutoModel.from_config(config)
+    return sum(math.prod(p.shape) for p in model.parameters())

@@ -1,0 +1,222 @@
+"""From a step's sums on the device to a line of metrics, one step late, so that the host never waits for the GPU."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dflash_dist.channel import WaitClock
+from dflash_dist.drafter.loss import SUMS
+from dflash_dist.drafter.model import DFlashDrafter
+from dflash_dist.errors import RunFailed
+from dflash_dist.train.checkpoint import save_checkpoint
+from dflash_dist.train.context import RankContext
+from dflash_dist.train.memory import used_memory_gib
+from dflash_dist.train.metrics import GpuMeter, MetricsWriter
+from dflash_dist.train.optimizer import Optimizer
+from dflash_dist.train.sources import ChannelSource, FeatureSource
+from dflash_profiling.record import span
+
+LAG_STEPS = 1
+"""A step's numbers are read when this many later steps are queued."""
+
+
+class HostCopy:
+    """A tensor on its way to the host."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        if tensor.is_cuda:
+            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._host.copy_(tensor, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+        else:
+            self._host = tensor.clone()
+
+    def get(self) -> Tensor:
+        """The values, once they have arrived."""
+        if self._event is not None:
+            self._event.synchronize()  # sync: of a step that is behind; the GPU has the next one queued
+        return self._host
+
+
+@dataclass
+class _Pending:
+    step: int
+    added_s: float
+    """Host time at which the step's last work was queued."""
+    stats: HostCopy
+    outcome: HostCopy
+    validation: HostCopy | None = None
+
+
+class StepReports:
+    """Checks every step's numbers on all drafter ranks alike; on the first one also writes them, and checkpoints."""
+
+    def __init__(
+        self,
+        context: RankContext,
+        model: DFlashDrafter,
+        optimizer: Optimizer,
+        source: FeatureSource,
+        clock: WaitClock,
+        writer: MetricsWriter | None,
+    ) -> None:
+        self._context, self._model, self._optimizer = context, model, optimizer
+        self._writer = writer
+        self._meter = Meter(context, source, clock)
+        self._pending: deque[_Pending] = deque()
+        self._sums = torch.zeros(len(SUMS))
+
+    def add(self, step: int, stats: Tensor, outcome: Tensor) -> None:
+        """Takes a step's [batches, sums + finite flag] and [gradient norm, 1 if skipped]."""
+        self._pending.append(_Pending(step, time.perf_counter(), HostCopy(stats), HostCopy(outcome)))
+        while len(self._pending) > LAG_STEPS:
+            self._finish(self._pending.popleft())
+
+    def add_validation(self, step: int, sums: Tensor) -> None:
+        """Takes the sums over the validation batches measured after `step`."""
+        assert self._pending[-1].step == step
+        self._pending[-1].validation = HostCopy(sums)
+
+    def lead_stop(self, step: int) -> None:
+        """Passes a stop request on, if this rank leads."""
+        if self._context.leads:
+            self._context.control.lead_stop(step, LAG_STEPS)
+
+    def checkpoint(self, step: int) -> None:
+        """Saves step `step`, once it is known that every step up to it was sound."""
+        while self._pending:
+            self._finish(self._pending.popleft())
+        if self._context.leads:
+            with span("checkpoint"):
+                save_checkpoint(
+                    self._context.run_folder / "checkpoints",
+                    step,
+                    self._model,
+                    self._optimizer.state_dict(),
+                    self._context.drafter,
+                    self._context.config.train.keep_checkpoints,
+                )
+
+    def _finish(self, pending: _Pending) -> None:
+        stats, (grad_norm, skipped) = pending.stats.get(), pending.outcome.get().tolist()
+        if skipped:
+            self._refuse(pending.step, stats)
+        else:
+            self._sums += stats[:, : len(SUMS)].sum(0)
+        if self._writer is None:
+            return
+        settings, total = self._context.config.train, self._context.schedule.total_steps
+        if pending.step % settings.log_every and pending.step != total and pending.validation is None:
+            return
+        row = {"step": pending.step, **means(self._sums)}
+        if pending.validation is not None:
+            row["val_loss"] = means(pending.validation.get())["loss"]
+        row |= self._meter.row(pending.step, pending.added_s)
+        row["learning_rate"] = self._optimizer.learning_rate(pending.step)
+        row["grad_norm"] = grad_norm if math.isfinite(grad_norm) else None
+        self._writer.write(row)
+        self._sums.zero_()
+
+    def _refuse(self, step: int, stats: Tensor) -> None:
+        """Names what was not finite; stops the run unless the config says to go on without the step."""
+        schedule = self._context.schedule
+        loss_bad = ~stats[:, SUMS.index("loss")].isfinite()
+        count = schedule.batches_of(step)
+        # The flag of a batch tells of the sum so far on its rank, so the first unset one is the culprit.
+        gradient_bad = stats[:, -1] == 0
+        bad = [i for i in range(count) if loss_bad[i]] or [i for i in range(count) if gradient_bad[i]]
+        what = "loss" if loss_bad[:count].any() else "gradient"
+        where = "; ".join(f"batch {i} (documents {_some(schedule.documents_of(step, i))})" for i in bad) or "all-reduce"
+        message = f"step {step}: the {what} is not finite in {where}"
+        if self._context.config.train.not_finite == "stop":
+            raise RunFailed(
+                f"{message}. Nothing of that step went into the weights, and no later checkpoint was written; "
+                "lower train.learning_rate, remove the documents, or set train.not_finite=skip"
+            )
+        if self._context.leads:
+            print(f"warning: {message}; the step was skipped", file=sys.stderr)
+
+
+def means(sums: Tensor) -> dict[str, float | None]:
+    """Loss, accuracy and estimated tau from the sums of `drafter.loss.SUMS`; None where nothing was counted."""
+    loss, weight, correct, valid, accepted, blocks = sums.tolist()
+    return {
+        "loss": loss / weight if weight else None,
+        "accuracy": correct / valid if valid else None,
+        "tau_estimate": 1 + accepted / blocks if blocks else None,
+    }
+
+
+class Meter:
+    """Rates, waits and memory of the whole world since the last line, as the first drafter rank sees them."""
+
+    def __init__(self, context: RankContext, source: FeatureSource, clock: WaitClock) -> None:
+        self._context, self._clock = context, clock
+        self._channels = source.channels if isinstance(source, ChannelSource) else {}
+        self._gpu = GpuMeter() if context.device.type == "cuda" else None
+        self._begin_s = self._last_s = time.perf_counter()
+        self._last_step, self._last_wait_s = context.start_step, 0.0
+        self._last_progress: dict[int, dict[str, float]] = {}
+        self._target_wait = 0.0
+
+    def row(self, step: int, now_s: float) -> dict[str, Any]:
+        """The part of a metrics line that tells of speed and resources, for a step that ended at host time `now_s`."""
+        tokens_after = self._context.schedule.tokens_after
+        elapsed_s = max(now_s - self._last_s, 1e-9)
+        tokens = int(tokens_after[step] - tokens_after[self._last_step])
+        batches = sum(self._context.schedule.batches_of(s) for s in range(self._last_step + 1, step + 1))
+        wait_s = self._clock.seconds()
+        row = {
+            "tokens": int(tokens_after[step]),
+            "ktok_s": tokens / elapsed_s / 1000,
+            "drafter_wait": (wait_s - self._last_wait_s) / elapsed_s,
+            "drafter_batches_s": batches / elapsed_s,
+            **self._targets(),
+            "time_s": now_s - self._begin_s,
+        }
+        if self._gpu is not None:
+            row |= self._gpu.read()
+        self._last_s, self._last_step, self._last_wait_s = now_s, step, wait_s
+        return row
+
+    def _targets(self) -> dict[str, Any]:
+        """What the target ranks published: their waits, their rate, and how many messages wait in the rings."""
+        context = self._context
+        own_gib = used_memory_gib(context.device)
+        if context.topology.shared:
+            return {"target_wait": 0.0, "ring_depth": 0.0, "memory_gib": own_gib}
+        waits, rates, depths, memory_gib = [], [], [], [own_gib]
+        for target in range(context.topology.targets):
+            now = context.control.progress(context.topology.target_rank(target))
+            last = self._last_progress.get(target, dict.fromkeys(now, 0.0))
+            if now and now["time_s"] > last["time_s"]:
+                span_s = now["time_s"] - last["time_s"]
+                waits.append((now["wait_s"] - last["wait_s"]) / span_s)
+                rates.append((now["batches"] - last["batches"]) / span_s)
+            if now:
+                self._last_progress[target] = now
+                depths.append(now["sent/0"] - self._channels[target].received)
+                memory_gib.append(now["memory_gib"])
+        if waits:
+            self._target_wait = sum(waits) / len(waits)
+        return {
+            "target_wait": self._target_wait,
+            "target_batches_s": sum(rates) if rates else None,
+            "ring_depth": sum(depths) / len(depths) if depths else 0.0,
+            "memory_gib": max(memory_gib) if context.device.type == "cuda" else sum(memory_gib),
+        }
+
+
+def _some(documents: Any, most: int = 8) -> str:
+    shown = ", ".join(map(str, documents[:most].tolist()))
+    return shown + (f" and {len(documents) - most} more" if len(documents) > most else "")

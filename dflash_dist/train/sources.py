@@ -1,0 +1,80 @@
+"""Where a drafter rank's hidden states come from: a target rank's channel, or a target on the rank itself.
+
+Shape suffixes: M most tokens of a batch, T tokens of this one (padded where shapes are fixed), F captured features.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from dflash_dist.channel import ReceiveChannel, ring
+from dflash_dist.data.schedule import Work
+from dflash_dist.target.capture import TargetForward
+from dflash_dist.train.batches import DrafterBatch
+
+
+class FeatureSource(Protocol):
+    """Gives a batch's features and takes the buffer back."""
+
+    def receive(self, work: Work, batch: DrafterBatch) -> Tensor:
+        """[T, F] features of the batch, valid until `release`; rows past the real tokens are zero."""
+        ...
+
+    def release(self, work: Work) -> None:
+        """The features are not needed any more by work that is queued from here on."""
+        ...
+
+
+class ChannelSource:
+    """Features from target ranks."""
+
+    def __init__(self, channels: dict[int, ReceiveChannel]) -> None:
+        self.channels = channels
+        """By target number."""
+
+    def receive(self, work: Work, batch: DrafterBatch) -> Tensor:
+        """See FeatureSource."""
+        return _real_rows(self.channels[work.target].receive(), work, batch)
+
+    def release(self, work: Work) -> None:
+        """See FeatureSource."""
+        self.channels[work.target].release()
+
+
+class LocalSource:
+    """Features from the target on this rank: they never leave it."""
+
+    def __init__(self, forward: TargetForward, max_tokens: int, device: torch.device) -> None:
+        self._forward = forward
+        (self._buffer_MF,) = ring(1, max_tokens, forward.features, forward.dtype, device)
+
+    def receive(self, work: Work, batch: DrafterBatch) -> Tensor:
+        """See FeatureSource."""
+        self._forward.capture(batch.tokens_T, batch.lengths_N, self._buffer_MF[: work.tokens])
+        return _real_rows(self._buffer_MF, work, batch)
+
+    def release(self, work: Work) -> None:
+        """See FeatureSource."""
+
+
+class ZeroSource:
+    """Features of zero, for warming up."""
+
+    def __init__(self, features: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._features, self._dtype, self._device = features, dtype, device
+
+    def receive(self, work: Work, batch: DrafterBatch) -> Tensor:
+        """See FeatureSource."""
+        return torch.zeros(len(batch.positions_T), self._features, dtype=self._dtype, device=self._device)
+
+    def release(self, work: Work) -> None:
+        """See FeatureSource."""
+
+
+def _real_rows(buffer_MF: Tensor, work: Work, batch: DrafterBatch) -> Tensor:
+    padded = len(batch.positions_T)
+    buffer_MF[work.tokens : padded].zero_()  # what an earlier batch left there could be non-finite
+    return buffer_MF[:padded]

@@ -1,0 +1,131 @@
+"""Starting one process a rank on this machine through torch's elastic launcher, and ending the world in good order."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import uuid
+from typing import Any
+
+import psutil
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure, get_error_handler
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from dflash_dist.errors import RunFailed, UserError
+from dflash_dist.topology import Topology
+
+LAUNCHED = "DFLASH_DIST_LAUNCHED"
+"""Set in the environment of ranks that our own launcher started."""
+STOP_SIGNAL = signal.SIGUSR1
+"""What our launcher sends to its ranks for a checkpoint and an orderly end; SIGTERM ends them at once."""
+USER_ERROR = "UserError: "
+
+
+def in_world() -> bool:
+    """Whether a torchrun, ours or another, started this process as a rank."""
+    return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+
+
+def launched_here() -> bool:
+    """Whether our own launcher started this rank."""
+    return LAUNCHED in os.environ
+
+
+def stop_signals() -> tuple[signal.Signals, ...]:
+    """The signals on which this rank checkpoints and ends."""
+    return (STOP_SIGNAL,) if launched_here() else (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
+
+
+def launch_world(topology: Topology, device_type: str, arguments: list[str]) -> signal.Signals | None:
+    """Runs `dflash-dist` with `arguments` on every rank; returns the signal on which it was stopped, if one came.
+
+    RunFailed, or UserError where a rank's input was bad, names the rank that failed first.
+    """
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # we say what failed ourselves
+    os.environ[LAUNCHED] = "1"
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    if device_type == "cpu":
+        threads = max(1, (os.cpu_count() or 1) // topology.world_size)
+        os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=topology.world_size,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        signals_to_handle="SIGHUP,SIGQUIT",
+    )
+    stopper = _Stopper()
+    try:
+        with stopper:
+            elastic_launch(config, sys.executable)("-m", "dflash_dist", *arguments)
+    except ChildFailedError as error:
+        if stopper.received is None:
+            raise _first_cause(error, topology) from None
+    except KeyboardInterrupt:
+        stopper.received = signal.SIGINT
+    return stopper.received
+
+
+class _Stopper:
+    """While the world runs, passes the first SIGINT, SIGTERM or SIGUSR1 on to the ranks; a second SIGINT kills them."""
+
+    _signals = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+    def __init__(self) -> None:
+        self.received: signal.Signals | None = None
+        self._previous: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> None:
+        self._previous = {number: signal.signal(number, self._pass_on) for number in self._signals}
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _pass_on(self, number: int, frame: Any) -> None:
+        if self.received is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.received = signal.Signals(number)
+        print("stopping: a checkpoint is written after the step in progress", file=sys.stderr)
+        for child in psutil.Process().children():
+            try:
+                if "dflash_dist" in child.cmdline():
+                    child.send_signal(STOP_SIGNAL)
+            except psutil.Error:
+                continue  # it has just ended
+
+
+def record_failure(error: BaseException) -> None:
+    """Leaves a rank's error where the launcher finds it."""
+    handler = get_error_handler()
+    handler.initialize()
+    handler.record_exception(error)
+
+
+def _first_cause(error: ChildFailedError, topology: Topology) -> Exception:
+    """The failure that the others followed from: a rank that was killed, else the earliest."""
+    failures = list(error.failures.items())
+    killed = [(rank, f) for rank, f in failures if f.exitcode < 0 and f.exitcode != -signal.SIGTERM]
+    rank, failure = killed[0] if killed else min(failures, key=lambda item: item[1].timestamp)
+    message = _message(failure)
+    if message.startswith(USER_ERROR):
+        return UserError(message.removeprefix(USER_ERROR))
+    return RunFailed(f"rank {rank} ({topology.role(rank)}) {message}")
+
+
+def _message(failure: ProcessFailure) -> str:
+    if failure.exitcode < 0:
+        return f"was killed by {signal.Signals(-failure.exitcode).name}"
+    try:
+        with open(failure.error_file, encoding="utf-8") as file:
+            message = json.load(file)["message"]
+    except (OSError, ValueError, KeyError):
+        return f"ended with code {failure.exitcode}"
+    text = message["message"] if isinstance(message, dict) else str(message)
+    return text if text.startswith(USER_ERROR) else f"failed: {text.removeprefix('RunFailed: ')}"

@@ -1,0 +1,96 @@
+"""The whole path on real GPUs: NCCL channels, compiled flex attention, fused AdamW, one rank a GPU."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from dflash_dist.data.store import Documents
+from dflash_dist.drafter.anchors import draw_blocks
+from dflash_dist.drafter.config import DrafterConfig
+from dflash_dist.drafter.loss import block_sums
+from dflash_dist.drafter.model import DFlashDrafter
+from dflash_dist.target.load import TargetEnds
+from tests.ranks.cli import dflash, metrics, train
+from tests.tiny import make_chats, make_config, make_target
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: run `make test-gpu` on a GPU machine"),
+]
+
+
+def config_for(tmp_path: Path, kind: str = "qwen3") -> Path:
+    target = make_target(kind, tmp_path / "target")
+    return make_config(tmp_path, target, make_chats(tmp_path / "chats.jsonl"), objective={"max_anchors_per_batch": 32})
+
+
+def test_flex_equals_dense() -> None:
+    import numpy as np
+
+    shape = DrafterConfig(
+        hidden_size=128, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
+        intermediate_size=256, rms_norm_eps=1e-6, vocab_size=500, max_position_embeddings=4096, rope_theta=1e4,
+        initializer_range=0.02, block_size=8, target_layer_ids=(1, 3), num_target_layers=6, mask_token_id=499,
+        layer_types=("sliding_attention", "sliding_attention", "full_attention"), sliding_window=40, is_causal=None,
+    )  # fmt: skip
+    rng = np.random.default_rng(0)
+    lengths = np.array([300, 70, 512, 100])
+    tokens = int(lengths.sum())
+    documents = Documents(
+        tokens_T=rng.integers(0, 498, tokens),
+        supervised_T=rng.random(tokens) < 0.8,
+        lengths_N=lengths,
+        keys_N=rng.integers(0, 2**63, len(lengths)).astype(np.uint64),
+    )
+    blocks = draw_blocks(
+        documents, block_size=8, mask_token_id=499, anchors_per_document=30, max_anchors=96, gamma=4.0, seed=0,
+        epoch=1, pad_to=128,
+    )  # fmt: skip
+    padded = 1024
+    torch.manual_seed(0)
+    features = torch.randn(padded, 256, device="cuda")
+    document_T = torch.full((padded,), -1, device="cuda")
+    document_T[:tokens] = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths))
+    positions = torch.zeros(padded, dtype=torch.int64, device="cuda")
+    positions[:tokens] = torch.from_numpy(np.concatenate([np.arange(n) for n in lengths]))
+    embedding = torch.nn.Embedding(500, 128, device="cuda")
+    ends = TargetEnds(embedding, torch.randn(500, 128, device="cuda"), None)
+    results = {}
+    for attention in ("dense", "flex"):
+        model = DFlashDrafter(shape, attention=attention)
+        model.init_weights(1)
+        model.cuda()
+        sums = block_sums(model, ends, features, positions, document_T, blocks.to("cuda"), chunk=32)
+        sums[0].backward()
+        results[attention] = sums.detach(), [p.grad for p in model.parameters()]
+    torch.testing.assert_close(results["flex"][0], results["dense"][0], rtol=2e-3, atol=1e-3)
+    for flex, dense in zip(results["flex"][1], results["dense"][1], strict=True):
+        assert (flex - dense).norm() <= 5e-3 * dense.norm()
+
+
+def test_one_gpu_trains_exports_and_evaluates(tmp_path: Path) -> None:
+    config = config_for(tmp_path)
+    done = train(config, "x1", "run", "--device", "cuda")
+    rows = metrics(config, "run")
+    assert [row["step"] for row in rows] == list(range(1, 9)) and rows[-1]["loss"] < rows[0]["loss"]
+    assert "tau" in done.stderr
+
+
+def test_more_ranks_than_gpus_are_refused(tmp_path: Path) -> None:
+    gpus = torch.cuda.device_count()
+    refused = dflash("train", "--config", str(config_for(tmp_path)), "--topo", f"{gpus}-1", "--run", "r")
+    assert refused.returncode == 2
+    assert f"{gpus}-1 needs {gpus + 1} GPUs" in refused.stderr and refused.stderr.count("\n") == 1
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_topologies_agree_over_nccl(tmp_path: Path) -> None:
+    config = config_for(tmp_path)
+    runs = {}
+    for topo in ("x1", "1-1", "x2"):
+        train(config, topo, topo, "--device", "cuda", "train.dtype=float32")
+        runs[topo] = metrics(config, topo)
+    for topo, rows in runs.items():
+        for row, expected in zip(rows, runs["x1"], strict=True):
+            assert row["loss"] == pytest.approx(expected["loss"], rel=1e-3), (topo, row["step"])

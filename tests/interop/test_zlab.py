@@ -1,0 +1,72 @@
+"""z-lab's own package loads our export, and decodes as we do."""
+
+import pytest
+import torch
+
+from dflash_dist.evaluate.speculate import block_logits, extend_context, greedy_decode, speculative_decode
+from dflash_dist.export.plain import export_plain, load_drafter
+from tests.random_models import (
+    MASK,
+    drafter_config,
+    ends_of,
+    hybrid_config,
+    llama_config,
+    qwen3_config,
+    random_drafter,
+    random_target,
+)
+
+zlab = pytest.importorskip("dflash.model", reason="install the dflash package without its requirements: make setup")
+
+LAYOUTS = {
+    "full": {},
+    "mixed": {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 6},
+    "sliding bidirectional": {
+        "layer_types": ("sliding_attention",) * 2,
+        "sliding_window": 6,
+        "is_causal": False,
+    },
+    "causal": {"is_causal": True},
+}
+PROMPT = [5, 17, 80, 3, 41, 9, 66, 2, 30, 11]
+
+
+@pytest.fixture(params=LAYOUTS)
+def exported(request, tmp_path):
+    config = drafter_config(llama_config(), **LAYOUTS[request.param])
+    export_plain(random_drafter(config), tmp_path / "drafter")
+    return tmp_path / "drafter"
+
+
+def load_zlab(folder):
+    model, report = zlab.DFlashDraftModel.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    return model.eval()
+
+
+def test_block_outputs_agree(exported):
+    theirs, ours = load_zlab(exported), load_drafter(exported)
+    target = random_target(llama_config())
+    ends = ends_of(target)
+    assert list(theirs.target_layer_ids) == list(ours.config.target_layer_ids)
+    assert (theirs.block_size, theirs.mask_token_id) == (4, MASK)
+    with torch.no_grad():
+        states = target(torch.tensor([PROMPT]), output_hidden_states=True).hidden_states
+        features = zlab.extract_context_feature(states, theirs.target_layer_ids)
+        positions = torch.arange(len(PROMPT) + 4)[None]
+        embeddings = target.get_input_embeddings()(torch.tensor([[7, MASK, MASK, MASK]]))
+        hidden = theirs(position_ids=positions, noise_embedding=embeddings, target_hidden=features)
+        logits = theirs.compute_logits(hidden[0, 1:], target.lm_head)
+        context = extend_context(ours, [], features[0])
+        torch.testing.assert_close(block_logits(ours, ends, context, 7, 4), logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("make_config", [llama_config, qwen3_config, hybrid_config], ids=["llama", "qwen3", "hybrid"])
+def test_generation_and_acceptance_lengths_agree(make_config, exported, monkeypatch):
+    monkeypatch.setattr(zlab, "_cuda_time", lambda: 0.0)
+    theirs, ours = load_zlab(exported), load_drafter(exported)
+    target = random_target(make_config())
+    result = zlab.dflash_generate(theirs, target, torch.tensor([PROMPT]), 30, None, return_stats=True)
+    drafted = speculative_decode(target, ours, ends_of(target), PROMPT, 30, ())
+    assert drafted.ids == result.output_ids[0, len(PROMPT) :].tolist() == greedy_decode(target, PROMPT, 30, ()).ids
+    assert drafted.cycles == result.acceptance_lengths

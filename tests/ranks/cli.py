@@ -1,0 +1,97 @@
+"""Running the real command line in real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from safetensors.torch import load_file
+
+BASE = [sys.executable, "-m", "dflash_dist"]
+ENVIRONMENT = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "DFLASH_", "TORCHELASTIC_"))}
+WORLD_TIMEOUT_S = 240
+
+
+def dflash(*arguments: str, timeout_s: float = WORLD_TIMEOUT_S, **environment: str) -> subprocess.CompletedProcess[str]:
+    """`dflash-dist ARGUMENTS`, to its end."""
+    return subprocess.run(
+        [*BASE, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        env=ENVIRONMENT | environment,
+        check=False,
+    )
+
+
+def train(config: Path, topo: str, run: str, *overrides: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A whole `dflash-dist train`, which must succeed."""
+    done = dflash("train", "--config", str(config), "--topo", topo, "--run", run, *overrides, **environment)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def metrics(config: Path, run: str) -> list[dict[str, Any]]:
+    """The rows of a run's metrics.jsonl."""
+    path = config.parent / "runs" / run / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def weights(config: Path, run: str, step: int) -> dict[str, torch.Tensor]:
+    """The fp32 masters of a run's checkpoint."""
+    return load_file(config.parent / "runs" / run / "checkpoints" / f"step_{step:08d}" / "drafter.safetensors")
+
+
+def assert_same_weights(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
+    """Bit for bit."""
+    assert left.keys() == right.keys()
+    for name, tensor in left.items():
+        assert torch.equal(tensor, right[name]), name
+
+
+class Running:
+    """A `dflash-dist train` in the background, to be disturbed at a given step."""
+
+    def __init__(self, config: Path, topo: str, run: str, *overrides: str) -> None:
+        self._metrics = config.parent / "runs" / run / "metrics.jsonl"
+        self._process = subprocess.Popen(
+            [*BASE, "train", "--config", str(config), "--topo", topo, "--run", run, *overrides],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=ENVIRONMENT,
+            start_new_session=True,
+        )
+
+    def wait_for_step(self, step: int) -> None:
+        """Until the metrics tell that `step` is done."""
+        deadline = time.monotonic() + WORLD_TIMEOUT_S
+        while not (self._metrics.exists() and len(self._metrics.read_text().splitlines()) >= step):
+            assert self._process.poll() is None, self._process.communicate()[1]
+            assert time.monotonic() < deadline, f"step {step} did not come"
+            time.sleep(0.02)
+
+    def ranks(self) -> dict[int, psutil.Process]:
+        """The processes of the world by rank."""
+        children = psutil.Process(self._process.pid).children()
+        return {int(c.environ()["RANK"]): c for c in children if "dflash_dist" in c.cmdline()}
+
+    def send(self, number: signal.Signals) -> None:
+        """A signal to the launcher alone."""
+        self._process.send_signal(number)
+
+    def end(self) -> tuple[int, str]:
+        """Exit code and stderr; no process of the world may be left."""
+        ranks = self.ranks() if self._process.poll() is None else {}
+        _, stderr = self._process.communicate(timeout=WORLD_TIMEOUT_S)
+        _, alive = psutil.wait_procs(list(ranks.values()), timeout=10)
+        assert not alive, f"ranks outlive their launcher: {alive}"
+        return self._process.returncode, stderr

@@ -1,0 +1,71 @@
+import signal
+
+import pytest
+
+from tests.ranks.cli import Running, assert_same_weights, metrics, train, weights
+from tests.ranks.conftest import Maker
+
+STEPS = 30
+OVERRIDES = [f"train.max_steps={STEPS}", "train.epochs=8", "train.checkpoint_every=5", "train.validate_every=10"]
+
+
+@pytest.mark.parametrize("topo", ["2-1", "1-2", "x2"])
+def test_ctrl_c_then_resume_equals_an_uninterrupted_run(make: Maker, topo: str) -> None:
+    config = make("qwen3")
+    running = Running(config, topo, "stopped", *OVERRIDES)
+    running.wait_for_step(7)
+    running.send(signal.SIGINT)
+    code, stderr = running.end()
+    assert code == 130, stderr
+    assert "go on with: " in stderr and "--run stopped" in stderr
+    done = len(metrics(config, "stopped"))
+    assert 7 <= done < STEPS
+    train(config, topo, "stopped", *OVERRIDES)
+    train(config, topo, "whole", *OVERRIDES)
+    assert [row["step"] for row in metrics(config, "stopped")] == list(range(1, STEPS + 1))
+    assert_same_weights(weights(config, "stopped", STEPS), weights(config, "whole", STEPS))
+    for left, right in zip(metrics(config, "stopped"), metrics(config, "whole"), strict=True):
+        assert left["loss"] == right["loss"] and left.get("val_loss") == right.get("val_loss")
+
+
+def test_sigterm_checkpoints_and_ends_with_zero(make: Maker) -> None:
+    config = make("qwen3")
+    running = Running(config, "1-1", "run", *OVERRIDES)
+    running.wait_for_step(3)
+    running.send(signal.SIGTERM)
+    code, stderr = running.end()
+    assert code == 0, stderr
+    step = len(metrics(config, "run"))
+    assert weights(config, "run", step)
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_killed_rank_is_named_and_the_run_resumes_exactly(make: Maker, rank: int) -> None:
+    config = make("qwen3")
+    running = Running(config, "2-1", "killed", *OVERRIDES)
+    running.wait_for_step(8)
+    role = "drafter" if rank == 2 else "target"
+    running.ranks()[rank].kill()
+    code, stderr = running.end()
+    assert code == 1
+    assert f"rank {rank} ({role}) was killed by SIGKILL" in stderr.splitlines()[-1]
+    assert "Traceback" not in stderr
+    train(config, "2-1", "killed", *OVERRIDES)
+    train(config, "2-1", "whole", *OVERRIDES)
+    assert [row["step"] for row in metrics(config, "killed")] == list(range(1, STEPS + 1))
+    assert_same_weights(weights(config, "killed", STEPS), weights(config, "whole", STEPS))
+
+
+def test_a_damaged_checkpoint_is_passed_over(make: Maker) -> None:
+    config = make("qwen3")
+    running = Running(config, "1-1", "run", *OVERRIDES)
+    running.wait_for_step(12)
+    running.send(signal.SIGINT)
+    running.end()
+    newest = sorted((config.parent / "runs/run/checkpoints").glob("step_*"))[-1]
+    with (newest / "drafter.safetensors").open("r+b") as file:
+        file.truncate(100)
+    done = train(config, "1-1", "run", *OVERRIDES)
+    assert f"{newest.name} is damaged" in done.stderr
+    train(config, "1-1", "whole", *OVERRIDES)
+    assert_same_weights(weights(config, "run", STEPS), weights(config, "whole", STEPS))

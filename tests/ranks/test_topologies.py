@@ -1,0 +1,94 @@
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.ranks.cli import dflash, metrics, train, weights
+from tests.ranks.conftest import Maker
+
+TOPOLOGIES = ["1-1", "2-1", "3-1", "2-2", "1-2", "x1", "x2"]
+DESIGN_KEYS = {
+    "step", "loss", "accuracy", "tau_estimate", "tokens", "ktok_s", "target_wait", "drafter_wait", "ring_depth",
+    "memory_gib", "learning_rate", "grad_norm", "time_s",
+}  # fmt: skip
+
+
+def test_every_topology_trains_alike(make: Maker) -> None:
+    config = make("qwen3")
+    runs = {}
+    for topo in TOPOLOGIES:
+        train(config, topo, topo)
+        runs[topo] = metrics(config, topo)
+    first = runs["1-1"]
+    assert [row["step"] for row in first] == list(range(1, 9))
+    assert first[-1]["loss"] < first[0]["loss"]
+    assert ["val_loss" in row for row in first] == [False, False, False, True, False, False, False, True]
+    for topo, rows in runs.items():
+        assert rows[0].keys() >= DESIGN_KEYS
+        for row, expected in zip(rows, first, strict=True):
+            for key in ("loss", "accuracy", "tau_estimate", "grad_norm", "val_loss"):
+                assert row.get(key, 0) == pytest.approx(expected.get(key, 0), rel=1e-4), (topo, row["step"], key)
+            assert row["tokens"] == expected["tokens"]
+    for name, tensor in weights(config, "1-1", 8).items():
+        torch.testing.assert_close(weights(config, "2-2", 8)[name], tensor, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["llama", "hybrid"])
+def test_other_targets_train_export_and_evaluate(make: Maker, kind: str) -> None:
+    config = make(kind)
+    train(config, "2-1", "run")
+    folder = config.parent / "runs" / "run"
+    for name in ("config.yaml", "environment.json", "metrics.jsonl", "tb", "checkpoints", "profile", "export"):
+        assert (folder / name).exists(), name
+    done = dflash("eval", "--run", str(folder), "--json", "--max-new-tokens", "8")
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout)
+    assert {"tau_pooled", "tau_macro", "prompts", "greedy_equal", "tokens_per_s", "speedup"} <= figures.keys()
+    assert figures["greedy_equal"] == figures["prompts"] == 2
+
+
+def test_traces_of_every_rank(make: Maker) -> None:
+    config = make("qwen3")
+    train(config, "1-1", "traced", "profile.start_step=2", "profile.steps=2", "train.max_steps=5")
+    traces = sorted(path.name.split(".")[0] for path in Path(config.parent, "runs/traced/profile").glob("*.gz"))
+    assert traces == ["rank0", "rank1"]
+
+
+def test_a_new_run_can_start_from_a_drafter(make: Maker) -> None:
+    config = make("qwen3")
+    train(config, "x1", "first")
+    first = metrics(config, "first")
+    drafter = config.parent / "runs/first/export/plain"
+    done = dflash(
+        "train", "--config", str(config), "--topo", "x1", "--run", "second", "--init-from", str(drafter)
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert metrics(config, "second")[0]["loss"] < first[0]["loss"]
+
+
+def test_a_finished_run_says_so_and_another_config_is_refused(make: Maker) -> None:
+    config = make("qwen3")
+    train(config, "x1", "run")
+    before = (config.parent / "runs/run/metrics.jsonl").read_bytes()
+    again = train(config, "x1", "run")
+    assert "finished" in again.stderr
+    assert (config.parent / "runs/run/metrics.jsonl").read_bytes() == before
+    other = dflash("train", "--config", str(config), "--topo", "x1", "--run", "run", "train.learning_rate=1.0")
+    assert other.returncode == 2
+    assert "train.learning_rate: 0.003 -> 1.0" in other.stderr and other.stderr.count("\n") == 1
+
+
+def test_an_outer_torchrun_works_too(make: Maker) -> None:
+    import subprocess
+    import sys
+
+    from tests.ranks.cli import ENVIRONMENT
+
+    config = make("qwen3")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    command += ["dflash_dist", "train", "--config", str(config), "--topo", "1-1", "--run", "outer", "--device", "cpu"]
+    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (config.parent / "runs/outer/summary.json").exists()
+    assert len(metrics(config, "outer")) == 8

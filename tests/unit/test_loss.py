@@ -1,0 +1,166 @@
+import pytest
+import torch
+
+from dflash_dist.drafter.anchors import draw_blocks
+from dflash_dist.drafter.loss import SUMS, block_sums
+from dflash_dist.target.load import TargetEnds
+from tests.random_models import MASK, VOCAB, documents, drafter_config, llama_config, random_drafter
+from tests.reference import block_loss, drafter_block
+
+LENGTHS = [12, 5, 9]
+GAMMA = 2.0
+
+
+class Batch:
+    """A small pack with its features, blocks and ends, in one dtype."""
+
+    def __init__(self, config, dtype=torch.float64, tokens=None, anchors=3):
+        generator = torch.Generator().manual_seed(2)
+        self.pack = documents(LENGTHS)
+        if tokens is not None:
+            self.pack.tokens_T[:] = tokens
+        self.positions = torch.cat([torch.arange(n) for n in LENGTHS])
+        self.numbers = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))
+        width = len(config.target_layer_ids) * config.hidden_size
+        self.features = torch.randn(len(self.positions), width, generator=generator, dtype=dtype)
+        self.table = torch.randn(VOCAB, config.hidden_size, generator=generator, dtype=dtype)
+        self.head = torch.randn(VOCAB, config.hidden_size, generator=generator, dtype=dtype) * 0.3
+        self.ends = TargetEnds(torch.nn.Embedding.from_pretrained(self.table), self.head, None)
+        self.blocks = draw_blocks(
+            self.pack,
+            block_size=config.block_size,
+            mask_token_id=MASK,
+            anchors_per_document=anchors,
+            max_anchors=100,
+            gamma=GAMMA,
+            seed=0,
+            epoch=0,
+            pad_to=4,
+        ).to("cpu")
+
+    def sums(self, drafter, chunk=3, blocks=None):
+        blocks = blocks or self.blocks
+        return block_sums(drafter, self.ends, self.features, self.positions, self.numbers, blocks, chunk)
+
+
+def small_config(**changes):
+    return drafter_config(llama_config(hidden_size=16, intermediate_size=24), **changes)
+
+
+def reference_sums(config, batch: Batch, weights) -> torch.Tensor:
+    total = [torch.zeros((), dtype=torch.float64), 0.0, 0, 0, 0, 0]
+    for anchor in batch.blocks.anchors_A[batch.blocks.keep_A].tolist():
+        inside = batch.numbers == batch.numbers[anchor]
+        tokens = batch.pack.tokens_T[inside.numpy()].tolist()
+        supervised = batch.pack.supervised_T[inside.numpy()].tolist()
+        position = int(batch.positions[anchor])
+        ids = [tokens[position], *[MASK] * (config.block_size - 1)]
+        out = drafter_block(config.to_json(), weights, batch.features[inside], batch.table[ids], position)
+        parts = block_loss(out @ batch.head.T, tokens, supervised, position, GAMMA)
+        total = [a + b for a, b in zip(total, [*parts, 1], strict=True)]
+    return total
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, dict(layer_types=("sliding_attention", "full_attention"), sliding_window=4)], ids=["full", "mixed"]
+)
+def test_sums_and_gradients_equal_the_float64_definition(changes):
+    config = small_config(**changes)
+    drafter = random_drafter(config).double()
+    batch = Batch(config)
+    # The contract keeps weights as float32; here they are exact, so that the rest is compared in full precision.
+    offsets = torch.arange(config.block_size, dtype=torch.float64)
+    exact = torch.where(batch.blocks.valid_AB, torch.exp(-(offsets - 1) / GAMMA), 0.0)
+    sums = batch.sums(drafter, blocks=batch.blocks._replace(weights_AB=exact))
+    sums[0].backward()
+
+    weights = {name: value.detach().clone().requires_grad_() for name, value in drafter.state_dict().items()}
+    expected = reference_sums(config, batch, weights)
+    expected[0].backward()
+    assert sums.dtype == torch.float64
+    for name, value, reference in zip(SUMS, sums.tolist(), expected, strict=True):
+        assert value == pytest.approx(float(torch.as_tensor(reference).detach()), rel=1e-9), name
+    assert expected[3] > 0
+    for name, parameter in drafter.named_parameters():
+        difference = (parameter.grad - weights[name].grad).norm()
+        assert difference <= 1e-9 * weights[name].grad.norm(), name
+        assert weights[name].grad.norm() > 0, name
+
+
+def test_sums_are_fp32_and_only_the_loss_has_a_gradient():
+    config = small_config()
+    sums = Batch(config, torch.float32).sums(random_drafter(config))
+    assert sums.shape == (len(SUMS),)
+    assert sums.dtype == torch.float32
+    drafter = random_drafter(config)
+    Batch(config, torch.float32).sums(drafter)[1:].sum().backward()
+    assert all(p.grad is None or not p.grad.any() for p in drafter.parameters())
+
+
+def test_chunk_size_changes_neither_loss_nor_gradients():
+    config = small_config()
+    results = []
+    for chunk in (1, 3, 1000):
+        drafter = random_drafter(config).double()
+        sums = Batch(config).sums(drafter, chunk)
+        sums[0].backward()
+        results.append((sums.detach(), [p.grad for p in drafter.parameters()]))
+    for sums, gradients in results[1:]:
+        torch.testing.assert_close(sums, results[0][0], rtol=1e-12, atol=0)
+        for gradient, reference in zip(gradients, results[0][1], strict=True):
+            assert (gradient - reference).norm() <= 1e-12 * reference.norm()
+
+
+def test_accepted_counts_the_leading_correct_run_alone():
+    config = small_config()
+    batch = Batch(config, torch.float32)
+    drafter = random_drafter(config)
+    keep = int(batch.blocks.keep_A.sum())
+    with torch.no_grad():
+        context = drafter.context(batch.features, batch.positions)
+        masks = drafter.masks(batch.blocks.anchors_A, batch.blocks.keep_A, batch.numbers)
+        hidden = drafter.blocks(batch.ends.embed(batch.blocks.ids_AB), batch.blocks.positions_AB, context, masks)
+        best = batch.ends.logits(hidden.flatten(0, 1)).argmax(-1).view(-1, config.block_size)
+    labels = best.clone()
+    valid = torch.ones_like(batch.blocks.valid_AB) & batch.blocks.keep_A[:, None]
+    valid[:, 0] = False
+    labels[0, 1] += 1  # wrong from the start: nothing accepted though offsets 2 and 3 are right
+    labels[1, 3] += 1  # two accepted
+    valid[2, 2] = False  # one accepted: the run stops at what is not valid
+    valid[2, 3] = True
+    blocks = batch.blocks._replace(labels_AB=labels % VOCAB, valid_AB=valid, weights_AB=valid.float())
+    sums = dict(zip(SUMS, batch.sums(drafter, blocks=blocks).tolist(), strict=True))
+    assert sums["blocks"] == keep
+    assert sums["accepted"] == 0 + 2 + 1 + 3 * (keep - 3)
+    assert sums["valid"] == 3 * keep - 1
+    assert sums["correct"] == 3 * keep - 1 - 2
+
+
+def test_a_batch_without_any_anchor_gives_zero_and_zero_gradients():
+    config = small_config()
+    batch = Batch(config, torch.float32)
+    blocks = batch.blocks._replace(
+        keep_A=torch.zeros_like(batch.blocks.keep_A),
+        valid_AB=torch.zeros_like(batch.blocks.valid_AB),
+        weights_AB=torch.zeros_like(batch.blocks.weights_AB),
+        labels_AB=torch.zeros_like(batch.blocks.labels_AB),
+    )
+    drafter = random_drafter(config)
+    sums = batch.sums(drafter, blocks=blocks)
+    sums[0].backward()
+    assert sums.tolist() == [0.0] * 6
+    assert all(p.grad is None or not p.grad.any() for p in drafter.parameters())
+
+
+def test_learning_a_pattern_raises_the_accepted_run_to_whole_blocks():
+    config = small_config()
+    batch = Batch(config, torch.float32, tokens=(torch.arange(sum(LENGTHS)) % 5).numpy())
+    drafter = random_drafter(config)
+    optimizer = torch.optim.AdamW(drafter.parameters(), 3e-3, weight_decay=0.0)
+    for _ in range(150):
+        sums = batch.sums(drafter)
+        (sums[0] / sums[1]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    values = dict(zip(SUMS, sums.tolist(), strict=True))
+    assert values["accepted"] == values["correct"] == values["valid"]

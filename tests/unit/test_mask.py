@@ -1,0 +1,77 @@
+import pytest
+import torch
+
+from dflash_dist.drafter.mask import BlockLayout, build_masks, inference_masks
+from tests.random_models import drafter_config, llama_config
+from tests.reference import sees
+
+# Three documents and two tokens of padding; anchors at a start, in the middle, at an end, and overlapping ones.
+DOCUMENTS = [0] * 9 + [1] * 3 + [2] * 12 + [-1] * 2
+ANCHORS = [0, 4, 5, 8, 9, 11, 13, 22, 23, 0]
+KEEP = [True] * 9 + [False]
+
+SHAPES = {
+    "full": dict(layer_types=("full_attention",) * 2),
+    "sliding": dict(layer_types=("sliding_attention", "full_attention"), sliding_window=6),
+    "narrow": dict(layer_types=("sliding_attention",) * 2, sliding_window=4),
+    "sliding bidirectional": dict(layer_types=("sliding_attention",) * 2, sliding_window=5, is_causal=False),
+    "causal": dict(layer_types=("full_attention", "sliding_attention"), sliding_window=5, is_causal=True),
+}
+
+
+def layout() -> BlockLayout:
+    anchors, documents = torch.tensor(ANCHORS), torch.tensor(DOCUMENTS)
+    return BlockLayout(4, anchors, torch.tensor(KEEP), documents[anchors], documents)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_dense_mask_equals_the_definition_for_every_pair(shape):
+    config = drafter_config(llama_config(), **SHAPES[shape])
+    masks = build_masks(config, "dense", layout())
+    for layer, mask in enumerate(masks):
+        visible = (mask.visible_QS & ~mask.padding_Q[:, None]).tolist()
+        for query in range(len(ANCHORS) * 4):
+            for key in range(len(DOCUMENTS) + len(ANCHORS) * 4):
+                expected = sees(config.to_json(), layer, query, key, ANCHORS, KEEP, DOCUMENTS)
+                assert visible[query][key] == expected, (layer, query, key)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_flex_rule_equals_the_definition_for_every_pair(shape):
+    config = drafter_config(llama_config(), **SHAPES[shape])
+    queries, keys = len(ANCHORS) * 4, len(DOCUMENTS) + len(ANCHORS) * 4
+    for layer, mask in enumerate(build_masks(config, "flex", layout())):
+        assert mask.seq_lengths == (queries, keys)
+        zero = torch.zeros(1, 1, dtype=torch.int64)
+        visible = mask.mask_mod(zero, zero, torch.arange(queries)[:, None], torch.arange(keys)[None]).tolist()
+        for query in range(queries):
+            for key in range(keys):
+                expected = sees(config.to_json(), layer, query, key, ANCHORS, KEEP, DOCUMENTS)
+                assert visible[query][key] == expected, (layer, query, key)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("size", [4, 2])
+def test_inference_sees_what_training_sees(shape, size):
+    config = drafter_config(llama_config(), **SHAPES[shape])
+    context = 11
+    for layer, mask in enumerate(inference_masks(config, context, size, torch.device("cpu"))):
+        for offset in range(size):
+            for key in range(context + size):
+                # In training the document goes on past the anchor; the block's keys come after all of it.
+                place = key if key < context else key + 1
+                expected = sees(config.to_json(), layer, offset, place, [context], [True], [0] * (context + 1))
+                assert (True if mask is None else bool(mask.visible_QS[offset, key])) == expected
+
+
+def test_layers_of_one_kind_share_a_mask():
+    config = drafter_config(
+        llama_config(),
+        num_layers=4,
+        layer_types=("sliding_attention", "full_attention") * 2,
+        sliding_window=6,
+    )
+    first, second, third, fourth = build_masks(config, "dense", layout())
+    assert first is third
+    assert second is fourth
+    assert first is not second

@@ -1,0 +1,185 @@
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dflash_dist.data.store import StoreWriter, TokenStore, document_key, write_once
+from dflash_dist.errors import UserError
+
+LENGTHS = [3, 1, 7, 2, 5]
+
+
+def tokens_of(document: int, length: int) -> np.ndarray:
+    return np.arange(length, dtype=np.uint32) + 100_000 * (document + 1)
+
+
+def write_store(folder: Path, share: float = 0.0, ids: list[str] | None = None) -> TokenStore:
+    folder.mkdir(parents=True)
+    ids = ids or [f"chat {i}" for i in range(len(LENGTHS))]
+    with StoreWriter(folder, share) as writer:
+        for i, (chat_id, length) in enumerate(zip(ids, LENGTHS, strict=False)):
+            writer.add(
+                chat_id,
+                [("", tokens_of(i, length), np.arange(length) % 2 == 1)],
+                [{"role": "user", "content": chat_id}],
+            )
+        writer.finish("f00d", {})
+    return TokenStore.open(folder)
+
+
+def test_read_packs_the_documents_in_the_order_asked_for(tmp_path: Path) -> None:
+    store = write_store(tmp_path / "s")
+    assert store.lengths.tolist() == LENGTHS
+    assert store.supervised_counts.tolist() == [1, 0, 3, 1, 2]
+    assert store.fingerprint == "f00d"
+    order = [4, 0, 2, 0]
+    documents = store.read(np.array(order))
+    assert documents.tokens_T.dtype == np.int64
+    assert documents.supervised_T.dtype == bool
+    assert documents.tokens_T.tolist() == np.concatenate([tokens_of(i, LENGTHS[i]) for i in order]).tolist()
+    assert documents.supervised_T.tolist() == np.concatenate([np.arange(LENGTHS[i]) % 2 == 1 for i in order]).tolist()
+    assert documents.lengths_N.tolist() == [LENGTHS[i] for i in order]
+    assert documents.keys_N.tolist() == [document_key(f"chat {i}") for i in order]
+
+
+def test_read_of_nothing_is_empty(tmp_path: Path) -> None:
+    documents = write_store(tmp_path / "s").read(np.array([], dtype=np.int64))
+    assert documents.tokens_T.shape == documents.supervised_T.shape == documents.lengths_N.shape == (0,)
+
+
+def test_repeated_ids_get_distinct_keys(tmp_path: Path) -> None:
+    store = write_store(tmp_path / "s", ids=["a", "a", "a#2", "a", "b"])
+    assert store.keys.tolist() == [document_key(i) for i in ("a", "a#2", "a#2#2", "a#3", "b")]
+
+
+def test_the_rows_of_one_chat_are_held_out_together(tmp_path: Path) -> None:
+    with StoreWriter(tmp_path, 0.5) as writer:
+        for i in range(40):
+            rows = [(f"/turn{k}", tokens_of(i, 4), np.ones(4, dtype=bool)) for k in (1, 2, 3)]
+            writer.add(f"chat {i}", rows, [{"role": "user", "content": str(i)}])
+        writer.finish("", {})
+    store = TokenStore.open(tmp_path)
+    held_out = store.held_out.reshape(40, 3)
+    assert (held_out == held_out[:, :1]).all()
+    assert held_out[:, 0].tolist() == [document_key(f"chat {i}") < 2**63 for i in range(40)]
+    assert len(np.unique(store.keys)) == 120
+    expected = sorted((i for i in range(40) if held_out[i, 0]), key=lambda i: document_key(f"chat {i}"))
+    assert [prompt[0]["content"] for prompt in store.prompts(100)] == [str(i) for i in expected]
+    assert len(store.prompts(3)) == 3
+
+
+@pytest.mark.parametrize("share", [1e-12, 1 - 1e-12])
+def test_both_sides_of_the_split_get_a_document(tmp_path: Path, share: float) -> None:
+    store = write_store(tmp_path / "s", share=share)
+    keys = [document_key(f"chat {i}") for i in range(len(LENGTHS))]
+    assert 0 < store.held_out.sum() < len(LENGTHS)
+    assert store.held_out[int(np.argmin(keys))]
+    assert len(store.prompts(10)) == store.held_out.sum()
+    assert store.prompts(1) == [[{"role": "user", "content": f"chat {int(np.argmin(keys))}"}]]
+
+
+def test_nothing_is_held_out_of_one_document_or_for_a_share_of_zero(tmp_path: Path) -> None:
+    assert not write_store(tmp_path / "one", share=0.9, ids=["only"]).held_out.any()
+    assert not write_store(tmp_path / "zero", share=0.0).held_out.any()
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+@pytest.mark.parametrize("name", ["tokens.bin", "supervised.bin", "keys.npy", "offsets.npy", "prompts.jsonl"])
+def test_a_cut_or_missing_file_is_refused(tmp_path: Path, name: str) -> None:
+    write_store(tmp_path / "s", share=0.5)
+    cut(tmp_path / "s" / name)
+    with pytest.raises(UserError, match=rf"damaged: {name} holds \d+ bytes, but \d+ were written"):
+        TokenStore.open(tmp_path / "s")
+    (tmp_path / "s" / name).unlink()
+    with pytest.raises(UserError, match=f"damaged: {name} is missing"):
+        TokenStore.open(tmp_path / "s")
+
+
+def test_a_store_without_or_with_a_cut_meta_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="does not exist; run `dflash-dist prepare`"):
+        TokenStore.open(tmp_path / "none")
+    write_store(tmp_path / "s")
+    cut(tmp_path / "s" / "meta.json")
+    with pytest.raises(UserError, match=r"meta\.json cannot be read"):
+        TokenStore.open(tmp_path / "s")
+    (tmp_path / "s" / "meta.json").unlink()
+    with pytest.raises(UserError, match=r"meta\.json is missing"):
+        TokenStore.open(tmp_path / "s")
+
+
+def test_a_store_of_another_format_is_refused(tmp_path: Path) -> None:
+    write_store(tmp_path / "s")
+    meta = tmp_path / "s" / "meta.json"
+    meta.write_text(meta.read_text().replace('"format_version": 1', '"format_version": 99'))
+    with pytest.raises(UserError, match="has format 99"):
+        TokenStore.open(tmp_path / "s")
+
+
+def is_whole(folder: Path) -> bool:
+    return (folder / "done").is_file()
+
+
+def write_done(folder: Path) -> None:
+    (folder / "done").write_text("")
+
+
+def test_write_once_writes_once_and_replaces_what_is_not_whole(tmp_path: Path) -> None:
+    destination = tmp_path / "cache" / "thing"
+    destination.mkdir(parents=True)
+    (destination / "half").write_text("")
+    leftover = destination.parent / ".thing.killed.tmp"
+    leftover.mkdir()
+    assert write_once(destination, is_whole, write_done)
+    assert [path.name for path in destination.iterdir()] == ["done"]
+    assert not leftover.exists()
+    assert not write_once(destination, is_whole, lambda folder: pytest.fail("written again"))
+
+
+def test_write_once_leaves_nothing_when_writing_fails(tmp_path: Path) -> None:
+    def fill_the_disk(folder: Path) -> None:
+        write_done(folder)
+        with open("/dev/full", "w") as full:
+            full.write("x")
+
+    with pytest.raises(UserError, match="thing cannot be written: the disk is full; free some space"):
+        write_once(tmp_path / "thing", is_whole, fill_the_disk)
+    assert [path.name for path in tmp_path.iterdir()] == [".thing.lock"]
+
+
+def test_write_once_names_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="file/thing cannot be written"):
+        write_once(tmp_path / "file" / "thing", is_whole, write_done)
+
+
+def count_a_writing(destination: Path, start: multiprocessing.synchronize.Barrier) -> None:
+    start.wait()
+
+    def write(folder: Path) -> None:
+        with open(destination.parent / "writings", "a") as writings:
+            writings.write("x")
+        write_done(folder)
+
+    write_once(destination, is_whole, write)
+
+
+def test_of_several_processes_one_writes(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork" if os.name == "posix" else "spawn")
+    start = context.Barrier(4)
+    processes = [context.Process(target=count_a_writing, args=(tmp_path / "thing", start)) for _ in range(4)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+        assert process.exitcode == 0
+    assert (tmp_path / "writings").read_text() == "x"
+    assert is_whole(tmp_path / "thing")
+    shutil.rmtree(tmp_path / "thing")

@@ -1,0 +1,53 @@
+import subprocess
+import sys
+
+import pytest
+
+from dflash_dist.errors import UserError
+from dflash_dist.topology import check_batches_per_step, check_devices, parse_topology
+
+
+def test_ranks_of_a_split_topology() -> None:
+    topology = parse_topology("3-2")
+    assert (topology.world_size, str(topology)) == (5, "3-2")
+    assert [topology.role(r) for r in range(5)] == ["target"] * 3 + ["drafter"] * 2
+    assert [topology.drafter_of(r) for r in range(5)] == [None, None, None, 0, 1]
+    assert topology.pairs() == [(0, 3), (0, 4), (1, 3), (1, 4), (2, 3), (2, 4)]
+
+
+def test_ranks_of_a_shared_topology() -> None:
+    topology = parse_topology("x2")
+    assert (topology.world_size, topology.targets, topology.drafters, str(topology)) == (2, 2, 2, "x2")
+    assert topology.pairs() == []
+    assert [topology.drafter_of(r) for r in range(2)] == [0, 1]
+
+
+@pytest.mark.parametrize("text", ["0-1", "3-0", "abc", "x0", "3-1-1", "", "3 - 1", "-1", "x"])
+def test_what_is_not_a_topology_is_refused(text: str) -> None:
+    with pytest.raises(UserError, match="topology"):
+        parse_topology(text)
+
+
+def test_too_few_gpus_are_refused_with_what_would_fit() -> None:
+    with pytest.raises(UserError, match=r"3-1 needs 4 GPUs.*2 are visible; use x1 or 1-1 or x2.*--device cpu"):
+        check_devices(parse_topology("3-1"), 2, "auto")
+    assert check_devices(parse_topology("3-1"), 2, "cpu") == "cpu"
+    assert check_devices(parse_topology("3-1"), 0, "auto") == "cpu"
+    assert check_devices(parse_topology("3-1"), 4, "auto") == "cuda"
+    with pytest.raises(UserError, match="0 are visible"):
+        check_devices(parse_topology("x1"), 0, "cuda")
+
+
+@pytest.mark.parametrize(("batches", "nearest"), [(1, 2), (3, 4), (5, 6)])
+def test_batches_that_cannot_be_shared_are_refused_with_the_nearest(batches: int, nearest: int) -> None:
+    with pytest.raises(UserError, match=f"batches_per_step={nearest}"):
+        check_batches_per_step(parse_topology("1-2"), batches)
+
+
+@pytest.mark.parametrize("arguments", [["0-1", "configs/smollm2.yaml"], ["3-1", "no.yaml"], ["abc", "no.yaml"]])
+def test_preflight_refuses_in_one_line(arguments: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "dflash_dist.preflight", *arguments], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
