@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import tempfile
 from pathlib import Path
@@ -124,18 +125,12 @@ def serve_commands(folder: Path | str, target: str) -> list[str]:
         {"method": "dflash", "model": str(folder), "num_speculative_tokens": block_size - 1}, separators=(",", ":")
     )
     return [
-        f"python -m sglang.launch_server --model-path {_quoted(target)} --speculative-algorithm DFLASH "
-        f"--speculative-draft-model-path {_quoted(str(folder))} --speculative-num-draft-tokens {block_size} "
+        f"python -m sglang.launch_server --model-path {shlex.quote(target)} --speculative-algorithm DFLASH "
+        f"--speculative-draft-model-path {shlex.quote(str(folder))} --speculative-num-draft-tokens {block_size} "
         "--attention-backend fa3",
-        f"vllm serve {_quoted(target)} --speculative-config {_quoted(speculative)} "
+        f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(speculative)} "
         "--attention-backend flash_attn --max-num-batched-tokens 32768",
     ]
-
-
-def _quoted(text: str) -> str:
-    import shlex
-
-    return shlex.quote(text)
 
 
 def _check_folder(folder: Path, config: DrafterConfig) -> None:

@@ -9,7 +9,6 @@ from tests.random_models import (
     MASK,
     drafter_config,
     ends_of,
-    hybrid_config,
     llama_config,
     qwen3_config,
     random_drafter,
@@ -61,7 +60,10 @@ def test_block_outputs_agree(exported):
         torch.testing.assert_close(block_logits(ours, ends, context, 7, 4), logits, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("make_config", [llama_config, qwen3_config, hybrid_config], ids=["llama", "qwen3", "hybrid"])
+# No hybrid target: transformers 5.24 crops their convolution states but not their recurrent ones, so that z-lab's loop
+# leaves the target's own greedy text.
+@pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated")
+@pytest.mark.parametrize("make_config", [llama_config, qwen3_config], ids=["llama", "qwen3"])
 def test_generation_and_acceptance_lengths_agree(make_config, exported, monkeypatch):
     monkeypatch.setattr(zlab, "_cuda_time", lambda: 0.0)
     theirs, ours = load_zlab(exported), load_drafter(exported)

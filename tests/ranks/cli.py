@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -81,8 +82,12 @@ class Running:
 
     def ranks(self) -> dict[int, psutil.Process]:
         """The processes of the world by rank."""
-        children = psutil.Process(self._process.pid).children()
-        return {int(c.environ()["RANK"]): c for c in children if "dflash_dist" in c.cmdline()}
+        ranks = {}
+        for child in psutil.Process(self._process.pid).children():
+            with contextlib.suppress(psutil.Error):  # one that has just ended has no environment
+                if "dflash_dist" in child.cmdline():
+                    ranks[int(child.environ()["RANK"])] = child
+        return ranks
 
     def send(self, number: signal.Signals) -> None:
         """A signal to the launcher alone."""

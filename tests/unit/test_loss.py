@@ -79,7 +79,7 @@ def test_sums_and_gradients_equal_the_float64_definition(changes):
     expected[0].backward()
     assert sums.dtype == torch.float64
     for name, value, reference in zip(SUMS, sums.tolist(), expected, strict=True):
-        assert value == pytest.approx(float(torch.as_tensor(reference).detach()), rel=1e-9), name
+        assert value == pytest.approx(float(torch.as_tensor(reference, dtype=torch.float64).detach()), rel=1e-9), name
     assert expected[3] > 0
     for name, parameter in drafter.named_parameters():
         difference = (parameter.grad - weights[name].grad).norm()

@@ -220,14 +220,14 @@ def test_short_answers_are_rejected_and_when_all_are_the_counts_are_named(tmp_pa
 def test_a_template_that_always_raises_is_named_with_its_message(tmp_path: Path, tokenizer_folder: Path) -> None:
     (tokenizer_folder / "chat_template.jinja").write_text("{{ raise_exception('only on Mondays') }}")
     config = config_for(tmp_path, write_jsonl(tmp_path / "a.jsonl", [chat(0), chat(1)]))
-    with pytest.raises(UserError, match="2 template_error, first a.jsonl:1 .*only on Mondays"):
+    with pytest.raises(UserError, match=r"2 template_error, first a\.jsonl:1 .*only on Mondays"):
         prepare(config, tokenizer_folder)
 
 
 def test_a_template_without_answers_leaves_nothing(tmp_path: Path, tokenizer_folder: Path) -> None:
     (tokenizer_folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
     config = config_for(tmp_path, write_jsonl(tmp_path / "a.jsonl", [chat(0)]))
-    with pytest.raises(UserError, match="1 no_supervised_tokens, first a.jsonl:1"):
+    with pytest.raises(UserError, match=r"1 no_supervised_tokens, first a\.jsonl:1"):
         prepare(config, tokenizer_folder)
 
 

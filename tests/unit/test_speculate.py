@@ -78,6 +78,9 @@ def test_an_untrained_drafter_changes_no_token(name):
             drafted = speculative_decode(target, drafter, ends, prompt, 24, ())
             assert drafted.ids == greedy.ids
             assert len(greedy.ids) == 24
+            with torch.no_grad():
+                uncached = target(torch.tensor([prompt + greedy.ids])).logits[0].argmax(-1)
+            assert uncached[len(prompt) - 1 : -1].tolist() == greedy.ids
             assert sum(drafted.cycles) == 23
 
 
@@ -146,7 +149,7 @@ def test_the_context_ends_the_answer_and_refuses_a_longer_prompt():
         lambda prompt: greedy_decode(target, prompt, 4, ()),
         lambda prompt: speculative_decode(target, drafter, ends, prompt, 4, ()),
     ):
-        with pytest.raises(UserError, match="prompt has 16 tokens.*context holds 16"):
+        with pytest.raises(UserError, match=r"prompt has 16 tokens.*context holds 16"):
             decode([1] * 16)
 
 
