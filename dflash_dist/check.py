@@ -11,7 +11,7 @@ import platform
 import re
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -75,18 +75,23 @@ KERNELS = (
         "causal-conv1d",
         "1.7.0",
         f"{LAYERS_SLOW} for the convolution (about 1.1 times the time a token where this was measured, on an H200)",
-        "pip install --no-build-isolation 'causal-conv1d>=1.7.0' (needs nvcc)",
+        "pip install --no-build-isolation 'causal-conv1d>=1.7.0'  # needs nvcc",
     ),
 )
 
 
 def check(config: Config | None) -> list[Finding]:
-    """The findings on this machine and, where there is a config, on what that run needs of it; never raises for them."""
+    """The findings on this machine and, where there is a config, on what that run needs of it."""
     findings = [_python(), *(_package(*row) for row in PACKAGES), *_devices()]
     hybrid = None if config is None else _is_hybrid(config)
     if config is not None:
         findings.append(_target_kind(hybrid))
-    findings += _kernels(hybrid)
+    if half := _half_installed_fla(hybrid):
+        findings.append(half)
+    elif config is not None and hybrid is not False:
+        kernels = _kernels()
+        # Where the target is not known to need them, a missing package is no reason to refuse the run.
+        findings += kernels if hybrid else [replace(f, level="warning") if f.level == "error" else f for f in kernels]
     if config is not None:
         findings += [*_embedded(config), _disk("cache_dir", config.cache_dir), _disk("runs_dir", config.runs_dir)]
     return findings
@@ -188,18 +193,15 @@ def _devices() -> list[Finding]:
 
 def _target_kind(hybrid: bool | None) -> Finding:
     if hybrid is None:
-        return Finding("target", "ok", "not on this machine yet, so whether it needs fused kernels is unknown")
+        detail = "its config.json is not on this machine yet, so whether it has linear-attention layers is unknown"
+        return Finding("target", "ok", detail)
     return Finding("target", "ok", "hybrid, with linear-attention layers" if hybrid else "no linear-attention layers")
 
 
-def _kernels(hybrid: bool | None) -> list[Finding]:
+def _kernels() -> list[Finding]:
     """The fused kernels of hybrid targets: all needed on CUDA, and harmful on the CPU."""
     import torch
 
-    if half := _half_installed_fla(hybrid):
-        return [half]
-    if not hybrid:
-        return []
     if torch.cuda.is_available():
         return [_kernel_package(kernels) for kernels in KERNELS]
     if all(_import_failure(module) is None for module in ("triton", "fla.ops.gated_delta_rule")):
@@ -212,7 +214,7 @@ def _kernels(hybrid: bool | None) -> list[Finding]:
 
 
 def _half_installed_fla(hybrid: bool | None) -> Finding | None:
-    """`fla` without its __init__.py is a namespace package: it can be imported, and holds only a part of the modules."""
+    """`fla` without its __init__.py is a namespace package: it can be imported, and holds only some modules."""
     spec = importlib.util.find_spec("fla")
     if spec is None or spec.origin is not None:
         return None
@@ -250,8 +252,8 @@ def _is_hybrid(config: Config) -> bool | None:
         tree = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    text = tree.get("text_config", tree)
-    if "layer_types" in text:
+    text = tree.get("text_config") or tree
+    if text.get("layer_types"):
         return "linear_attention" in text["layer_types"]
     return any(key.startswith("linear_") for key in text)  # older files leave the layer types to the model's code
 
@@ -308,7 +310,7 @@ def _disk(key: str, folder: str) -> Finding:
         place = place.parent
     free_gib = shutil.disk_usage(place).free / 2**30
     mend = f"set {key} to a place with more room that you may write to"
-    if not os.access(place, os.W_OK):
+    if not place.is_dir() or not os.access(place, os.W_OK):
         return Finding(key, "error", f"{folder} cannot be written", mend)
     level: Literal["ok", "warning", "error"] = "ok"
     if free_gib < FREE_GIB_WARNING:

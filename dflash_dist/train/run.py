@@ -32,6 +32,8 @@ from dflash_dist.train.sources import ChannelSource, FeatureSource, LocalSource
 from dflash_dist.train.target_loop import load_documents, target_loop
 from dflash_profiling.record import TraceWindow
 
+FLEX_MIN_HEAD_DIM = 16
+"""Compiled flex attention takes no smaller heads."""
 START_TIMEOUT = datetime.timedelta(minutes=30)
 """The other ranks may wait this long for a target of tens of GiB to be read."""
 
@@ -178,7 +180,8 @@ def _model(context: RankContext) -> DFlashDrafter:
     settings = context.config.train
     attention = settings.attention
     if attention == "auto":
-        attention = "flex" if context.device.type == "cuda" else "dense"
+        flex = context.device.type == "cuda" and context.drafter.head_dim >= FLEX_MIN_HEAD_DIM
+        attention = "flex" if flex else "dense"
     if settings.init_from is None:
         model = DFlashDrafter(context.drafter, attention=attention)
         model.init_weights(settings.seed)

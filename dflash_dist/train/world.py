@@ -128,4 +128,5 @@ def _message(failure: ProcessFailure) -> str:
     except (OSError, ValueError, KeyError):
         return f"ended with code {failure.exitcode}"
     text = message["message"] if isinstance(message, dict) else str(message)
+    text = text.splitlines()[0] if text else "without a message"  # --debug shows the rest
     return text if text.startswith(USER_ERROR) else f"failed: {text.removeprefix('RunFailed: ')}"

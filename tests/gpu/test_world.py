@@ -22,7 +22,13 @@ pytestmark = [
 
 def config_for(tmp_path: Path, kind: str = "qwen3") -> Path:
     target = make_target(kind, tmp_path / "target")
-    return make_config(tmp_path, target, make_chats(tmp_path / "chats.jsonl"), objective={"max_anchors_per_batch": 32})
+    return make_config(
+        tmp_path,
+        target,
+        make_chats(tmp_path / "chats.jsonl"),
+        objective={"max_anchors_per_batch": 32},
+        drafter={"head_dim": 16},
+    )
 
 
 def test_flex_equals_dense() -> None:

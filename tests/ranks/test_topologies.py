@@ -87,7 +87,19 @@ def test_an_outer_torchrun_works_too(make: Maker) -> None:
 
     config = make("qwen3")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
-    command += ["--", "dflash_dist", "train", "--config", str(config), "--topo", "1-1", "--run", "outer", "--device", "cpu"]
+    command += [
+        "--",
+        "dflash_dist",
+        "train",
+        "--config",
+        str(config),
+        "--topo",
+        "1-1",
+        "--run",
+        "outer",
+        "--device",
+        "cpu",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     assert (config.parent / "runs/outer/summary.json").exists()

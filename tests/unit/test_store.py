@@ -1,8 +1,8 @@
 from __future__ import annotations
 
-import multiprocessing
 import os
-import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +11,7 @@ import pytest
 from dflash_dist.data.store import StoreWriter, TokenStore, document_key, write_once
 from dflash_dist.errors import UserError
 
+ROOT = Path(__file__).resolve().parents[2]
 LENGTHS = [3, 1, 7, 2, 5]
 
 
@@ -160,26 +161,23 @@ def test_write_once_names_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
         write_once(tmp_path / "file" / "thing", is_whole, write_done)
 
 
-def count_a_writing(destination: Path, start: multiprocessing.synchronize.Barrier) -> None:
-    start.wait()
+def test_a_second_process_waits_for_the_first_and_finds_the_folder_made(tmp_path: Path) -> None:
+    code = """
+import sys
+from pathlib import Path
+from dflash_dist.data.store import write_once
+destination = Path(sys.argv[1])
+print(write_once(destination, lambda folder: (folder / "done").is_file(), lambda folder: sys.exit("written twice")))
+"""
+    second: list[subprocess.Popen[str]] = []
 
     def write(folder: Path) -> None:
-        with open(destination.parent / "writings", "a") as writings:
-            writings.write("x")
+        command = [sys.executable, "-c", code, str(tmp_path / "thing")]
+        pipe = subprocess.PIPE
+        second.append(subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True))
+        assert second[0].stderr is not None
+        assert second[0].stderr.readline() == f"waiting for another process that writes {tmp_path}/thing\n"
         write_done(folder)
 
-    write_once(destination, is_whole, write)
-
-
-def test_of_several_processes_one_writes(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("fork" if os.name == "posix" else "spawn")
-    start = context.Barrier(4)
-    processes = [context.Process(target=count_a_writing, args=(tmp_path / "thing", start)) for _ in range(4)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(60)
-        assert process.exitcode == 0
-    assert (tmp_path / "writings").read_text() == "x"
-    assert is_whole(tmp_path / "thing")
-    shutil.rmtree(tmp_path / "thing")
+    assert write_once(tmp_path / "thing", is_whole, write)
+    assert second[0].communicate(timeout=60) == ("False\n", "")
