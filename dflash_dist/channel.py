@@ -31,6 +31,7 @@ class WaitClock:
         self._start_s = 0.0
         self._open: torch.cuda.Event | None = None
         self._events: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._read = 0
 
     def __enter__(self) -> None:
         if self._cuda:
@@ -49,12 +50,28 @@ class WaitClock:
         else:
             self._seconds += time.perf_counter() - self._start_s
 
+    def mark(self) -> float:
+        """Stands for the waits that are queued by now; what `seconds_at` takes."""
+        return float(self._read + len(self._events)) if self._cuda else self._seconds
+
+    def seconds_at(self, mark: float) -> float:
+        """Seconds of all waits before `mark`, once the device is known to have passed it; marks in order."""
+        if not self._cuda:
+            return mark
+        while self._read < mark:
+            self._add_oldest()
+        return self._seconds
+
     def seconds(self) -> float:
         """Seconds of all waits that are over; reading waits for nothing."""
         while self._events and self._events[0][1].query():
-            start, end = self._events.popleft()
-            self._seconds += start.elapsed_time(end) / 1000
+            self._add_oldest()
         return self._seconds
+
+    def _add_oldest(self) -> None:
+        start, end = self._events.popleft()
+        self._seconds += start.elapsed_time(end) / 1000
+        self._read += 1
 
 
 class SendChannel:
@@ -115,6 +132,15 @@ class ReceiveChannel:
         slot_MF = self._slots_MF[self.received % len(self._slots_MF)]
         self.received += 1
         return slot_MF
+
+    def depth(self, sent: float) -> int:
+        """Messages that have arrived but are not taken, of `sent` by the target's count.
+
+        gloo's receives cannot be asked, so there it is the messages on their way too.
+        """
+        if self._slots_MF[0].is_cuda:
+            return sum(work.is_completed() for work in self._posted)
+        return max(0, int(sent) - self.received)
 
     def release(self) -> None:
         """Gives the oldest received slot back: the next receive is posted into it.

@@ -46,12 +46,14 @@ def check(config: Annotated[Path | None, typer.Option("--config")] = None, as_js
 def prepare(config: ConfigOption, overrides: Overrides = None) -> None:
     """Turn chats into a token store; instant where nothing changed."""
     from dflash_dist.config import load_config
-    from dflash_dist.data.prepare import prepare as run_prepare
+    from dflash_dist.data.prepare import prepare_with_report, print_report
     from dflash_dist.target.package import target_folder
 
     settings = load_config(config, overrides or [])
     folder = target_folder(settings.target.model, Path(settings.cache_dir))
-    print(run_prepare(settings, Path(folder)))
+    store, report = prepare_with_report(settings, Path(folder))
+    print_report(report, store)
+    print(store)
 
 
 @app.command()
@@ -60,6 +62,9 @@ def train(
     topo: Annotated[str, typer.Option("--topo", help="T-D such as 3-1, or xN such as x2.")],
     run: Annotated[str | None, typer.Option("--run", help="Name of the run; the config's stem by default.")] = None,
     device: DeviceOption = "auto",
+    allow_slow: Annotated[
+        bool, typer.Option("--allow-slow", help="Train even if the environment check finds errors.")
+    ] = False,
     init_from: Annotated[str | None, typer.Option("--init-from", help="Drafter folder to start from.")] = None,
     overrides: Overrides = None,
 ) -> None:
@@ -74,7 +79,8 @@ def train(
     settings = load_config(config, [*(overrides or []), *extra])
     from dflash_dist.train.launch import train as run_train
 
-    raise SystemExit(run_train(settings, topology, device, run or config.stem, sys.argv[1:]))
+    name = run or config.stem
+    raise SystemExit(run_train(settings, topology, device, name, sys.argv[1:], allow_slow=allow_slow))
 
 
 @app.command(name="eval")

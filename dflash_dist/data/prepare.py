@@ -132,7 +132,6 @@ def prepare_with_report(
 
     made = write_once(folder, _is_whole, fill)
     report = PrepareReport(**read_meta(folder)["report"], reused=not made)
-    _print_report(report, folder)
     return folder, report
 
 
@@ -357,7 +356,8 @@ def _nothing_left(tally: _Tally, config: Config) -> UserError:
     return UserError(f"data: none of {tally.chats} chats can be trained on: {'; '.join(reasons)}; {mend}")
 
 
-def _print_report(report: PrepareReport, folder: Path) -> None:
+def print_report(report: PrepareReport, folder: Path) -> None:
+    """Prints on stderr what is in the store."""
     lines = [
         f"{report.documents} documents ({report.held_out} held out), {report.tokens} tokens "
         f"({report.supervised_tokens} supervised), "

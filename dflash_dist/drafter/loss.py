@@ -43,8 +43,11 @@ def block_sums(
     hidden_ABH = model.blocks(ends.embed(blocks.ids_AB), blocks.positions_AB, context, masks)
     labelled = (hidden_ABH, blocks.labels_AB, blocks.valid_AB, blocks.weights_AB)
     chunks = zip(*(x_AB[:, 1:].split(chunk) for x_AB in labelled), strict=True)
-    # Logits are recomputed in the backward pass: those of all blocks would not fit.
-    sums = [checkpoint(_chunk_sums, ends, *parts, use_reentrant=False, preserve_rng_state=False) for parts in chunks]
+    if len(blocks.anchors_A) <= chunk:
+        sums = [_chunk_sums(ends, *parts) for parts in chunks]
+    else:
+        # Logits are recomputed in the backward pass: those of all blocks would not fit.
+        sums = [checkpoint(_chunk_sums, ends, *x, use_reentrant=False, preserve_rng_state=False) for x in chunks]
     blocks_sum = blocks.keep_A.sum().to(sums[0].dtype)[None]
     return torch.cat([torch.stack(sums).sum(0), blocks_sum])
 

@@ -53,7 +53,7 @@ def evaluate_on(
     if (drafter.config.vocab_size, drafter.config.hidden_size) != (vocab, hidden):
         raise UserError(
             f"drafter {drafter_folder} is for hidden size {drafter.config.hidden_size} and "
-            f"{drafter.config.vocab_size} ids, but {folder} has {hidden} and {vocab}; take the target it was trained for"
+            f"{drafter.config.vocab_size} ids, but {folder} has {hidden} and {vocab}; take the target it was made for"
         )
     softcap = getattr(target.config.get_text_config(), "final_logit_softcapping", None)
     ends = TargetEnds(target.get_input_embeddings(), target.get_output_embeddings().weight.detach(), softcap)

