@@ -150,6 +150,11 @@ class ReceiveChannel:
         """
         self._post()
 
+    def finish(self) -> None:
+        """Takes what was posted ahead and posts no more; the sender fills these messages after a stop."""
+        while self._posted:
+            self._posted.popleft().wait()
+
     def _post(self) -> None:
         tokens = next(self._sizes, None)
         if tokens is None:

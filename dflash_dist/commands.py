@@ -13,7 +13,7 @@ from dflash_dist.errors import UserError
 from dflash_dist.evaluate.run import evaluate_drafter, evaluate_on, read_prompts
 from dflash_dist.export.plain import serve_commands
 from dflash_dist.target.package import target_folder
-from dflash_dist.topology import Topology
+from dflash_dist.topology import Topology, check_devices, parse_topology
 from dflash_dist.train.launch import export_checkpoint, run_config
 from dflash_dist.train.launch import train as run_train
 
@@ -29,7 +29,7 @@ def evaluate_command(
     device: str,
 ) -> dict[str, Any]:
     """The figures of `dflash-dist eval`: of a run's export, or of a drafter folder with its target."""
-    device_type = "cuda" if device == "cuda" or (device == "auto" and torch.cuda.is_available()) else "cpu"
+    device_type = check_devices(parse_topology("x1"), torch.cuda.device_count(), device)
     if run is not None and drafter is None and target is None:
         folder = find_run(run)
         config = run_config(folder)
@@ -39,7 +39,10 @@ def evaluate_command(
         if not exported.exists():
             raise UserError(f"run {folder} has no export yet; finish its training, or use `dflash-dist export` first")
         if prompts is None:
-            return evaluate_drafter(config, exported, device_type)
+            figures = evaluate_drafter(config, exported, device_type)
+            if figures is None:
+                raise UserError(f"run {folder} kept no document out of training; give --prompts FILE.jsonl")
+            return figures
         model, settings, kwargs = config.target.model, config.target, config.data.chat_template_kwargs
         cache, tokens, drafter = Path(config.cache_dir), config.evaluate.max_new_tokens, exported
     elif run is None and drafter is not None and target is not None:
@@ -73,7 +76,7 @@ def profile_command(
     name = run or f"{config.stem}-profile-{time.strftime('%Y%m%d-%H%M%S')}"
     arguments = ["train", "--config", str(config), "--topo", str(topology), "--run", name, "--device", device]
     settings = load_config(config, overrides)
-    code = run_train(settings, topology, device, name, [*arguments, *overrides], finish=False)
+    code = run_train(settings, topology, device, name, [*arguments, *overrides], finish=False, allow_slow=True)
     if code == 0:
         print(Path(settings.runs_dir) / name / "profile")
     return code

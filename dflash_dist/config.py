@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import types
 import typing
 from dataclasses import dataclass, field
@@ -328,6 +329,8 @@ def _convert(hint: Any, value: Any, where: str, name: str) -> Any:
         value = _float_of_text(value)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise UserError(f"config {where}: {name} is {value}, but must be finite")
     if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
         raise UserError(f"config {where}: {name} is {value!r}, but must be of type {hint.__name__}")
     return value

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # Starts `dflash-dist train` under torchrun: one process per rank of the topology.
 #
-#   launchers/torchrun.sh CONFIG TOPO [--run R] [section.key=value ...]
+#   launchers/torchrun.sh TOPO CONFIG [--run R] [section.key=value ...]
 set -euo pipefail
 
 if (($# < 2)); then
     sed -n '2,4s/^# \{0,1\}//p' "$0" >&2
     exit 2
 fi
-config=$1 topo=$2
+topo=$1 config=$2
 shift 2
 
 if [[ $topo =~ ^x([0-9]+)$ ]]; then
@@ -20,7 +20,7 @@ else
     exit 2
 fi
 
-command=(torchrun --standalone --nproc-per-node "$ranks" -m dflash_dist train --config "$config" --topo "$topo" "$@")
+command=(torchrun --standalone --nproc-per-node "$ranks" -m -- dflash_dist train --config "$config" --topo "$topo" "$@")
 printf '%q ' "${command[@]}" >&2
 echo >&2
 exec "${command[@]}"

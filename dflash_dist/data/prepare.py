@@ -266,7 +266,8 @@ def _outcomes(
     rows: Iterator[Chat | Rejection], renderer: tuple[Path, bool, _Rules], workers: int
 ) -> Generator[_Outcome, None, None]:
     """The outcome of each row, in the order of the rows whatever the number of workers (0: one for each core)."""
-    workers = workers or len(os.sched_getaffinity(0))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    workers = workers or cores
     chunks = iter(lambda: list(itertools.islice(rows, _CHUNK_CHATS)), [])
     here = _Renderer(*renderer)
     for chunk in itertools.islice(chunks, None if workers == 1 else _SERIAL_CHUNKS):

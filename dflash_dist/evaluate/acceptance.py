@@ -91,7 +91,12 @@ def stop_ids(target: Any) -> frozenset[int]:
 
 def prompt_ids(tokenizer: Any, messages: list[dict[str, Any]], chat_template_kwargs: dict[str, Any]) -> list[int]:
     """Token ids of the chat up to where the answer begins, rendered as a server does."""
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **chat_template_kwargs)
+    try:
+        text = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, **chat_template_kwargs
+        )
+    except Exception as error:  # whatever a template raises
+        raise UserError(f"the chat template fails on a prompt of {len(messages)} messages: {error}") from None
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     if not ids:
         raise UserError(f"a prompt of {len(messages)} messages renders to no token; check its messages")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,12 @@ from dflash_dist.target.load import TargetEnds, load_full, load_tokenizer
 from dflash_dist.target.package import target_folder
 
 
-def evaluate_drafter(config: Config, drafter_folder: Path, device_type: str) -> dict[str, Any]:
-    """What `evaluate_on` returns, on prompts of documents that were kept out of training."""
+def evaluate_drafter(config: Config, drafter_folder: Path, device_type: str) -> dict[str, Any] | None:
+    """What `evaluate_on` returns, on prompts of documents that were kept out of training; None where there is none."""
     folder = target_folder(config.target.model, Path(config.cache_dir))
     prompts = TokenStore.open(prepare(config, Path(folder))).prompts(config.evaluate.prompts)
     if not prompts:
-        raise UserError("no document was kept out of training, so there is no prompt; give --prompts FILE.jsonl")
+        return None
     return evaluate_on(
         prompts,
         drafter_folder,
@@ -65,6 +66,7 @@ def evaluate_on(
         ends=ends,
         max_new_tokens=max_new_tokens,
         chat_template_kwargs=chat_template_kwargs,
+        on_progress=lambda done, total: print(f"evaluated {done} of {total} prompts", file=sys.stderr),
     )
 
 
@@ -72,16 +74,20 @@ def read_prompts(path: Path) -> list[list[dict[str, str]]]:
     """The chats of a JSONL file with `messages`, each cut before a closing assistant turn."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"prompts {path} cannot be read: {error}") from None
     prompts = []
     for number, line in enumerate(lines, start=1):
         try:
             messages = json.loads(line)["messages"] if line.strip() else []
+            while messages and messages[-1]["role"] == "assistant":
+                messages = messages[:-1]
+            if not all(isinstance(message["content"], str) for message in messages):
+                raise TypeError
         except (ValueError, KeyError, TypeError):
-            raise UserError(f"prompts {path}, line {number}: not a JSON object with `messages`") from None
-        while messages and messages[-1]["role"] == "assistant":
-            messages = messages[:-1]
+            raise UserError(
+                f"prompts {path}, line {number}: not a JSON object with `messages`, a list of role and content"
+            ) from None
         if messages:
             prompts.append(messages)
     if not prompts:

@@ -51,7 +51,7 @@ def export_plain(drafter: DFlashDrafter, folder: Path | str) -> None:
 def load_drafter(folder: Path | str, attention: Literal["dense", "flex"] = "dense") -> DFlashDrafter:
     """The drafter in a plain export, as fp32 parameters; UserError naming what is missing, misshapen or too much."""
     folder = Path(folder)
-    config = DrafterConfig.from_json(_read_config(folder))
+    config = DrafterConfig.from_json(read_config(folder))
     tensors = _read_weights(folder)
     check_table(tensors, config, folder)
     with torch.device("meta"):
@@ -120,7 +120,7 @@ def check_trained(tensors: dict[str, Tensor]) -> None:
 
 def serve_commands(folder: Path | str, target: str) -> list[str]:
     """The commands that serve `target` with the drafter in `folder`: SGLang's, then vLLM's."""
-    block_size = DrafterConfig.from_json(_read_config(Path(folder))).block_size
+    block_size = DrafterConfig.from_json(read_config(Path(folder))).block_size
     speculative = json.dumps(
         {"method": "dflash", "model": str(folder), "num_speculative_tokens": block_size - 1}, separators=(",", ":")
     )
@@ -135,13 +135,14 @@ def serve_commands(folder: Path | str, target: str) -> list[str]:
 
 def _check_folder(folder: Path, config: DrafterConfig) -> None:
     """Reads back what was written: the same config, every tensor, all bf16 and finite."""
-    assert DrafterConfig.from_json(_read_config(folder)) == config, "config.json does not give the drafter's config"
+    assert DrafterConfig.from_json(read_config(folder)) == config, "config.json does not give the drafter's config"
     tensors = _read_weights(folder)
     check_table(tensors, config, folder)
     assert all(tensor.dtype == torch.bfloat16 and bool(torch.isfinite(tensor).all()) for tensor in tensors.values())
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path) -> dict[str, Any]:
+    """The config.json of a drafter folder; UserError if there is none or it is broken."""
     try:
         tree = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -39,8 +39,7 @@ class TargetForward:
     def capture(self, tokens_T: Tensor, lengths_N: np.ndarray, out_TF: Tensor) -> None:
         """Fills `out_TF` [T, F] with the states of the packed documents; tap k takes columns k*H to (k+1)*H.
 
-        `tokens_T`: int64 ids on the host, in pinned memory where the device is CUDA. A document's states do not
-        depend on its neighbours in the pack.
+        `tokens_T`: int64 ids on the host. A document's states do not depend on its neighbours in the pack.
         """
         for group in row_groups(lengths_N):
             self._run_group(tokens_T, group, out_TF)

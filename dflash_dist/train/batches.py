@@ -68,7 +68,7 @@ class BatchLoader:
         padding = self._config.schedule.token_budget - work.tokens if self._pin else 0
         lengths_N = documents.lengths_N
         return DrafterBatch(
-            self._tensor(documents.tokens_T),
+            torch.from_numpy(documents.tokens_T),
             lengths_N,
             self._tensor(np.pad(token_offsets(lengths_N), (0, padding))),
             self._tensor(np.pad(np.repeat(np.arange(len(lengths_N)), lengths_N), (0, padding), constant_values=-1)),

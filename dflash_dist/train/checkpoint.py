@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from dflash_dist.drafter.config import DrafterConfig
-from dflash_dist.errors import UserError
+from dflash_dist.errors import RunFailed, UserError
 
 WEIGHTS, MOMENTS, STATE = "drafter.safetensors", "optimizer.pt", "state.json"
 
@@ -53,6 +53,9 @@ def save_checkpoint(
 
     UserError where the disk is full or the folder cannot be written; nothing half-written stays.
     """
+    bad = [name for name, p in model.named_parameters() if not p.isfinite().all()]
+    if bad:
+        raise RunFailed(f"step {step}: {len(bad)} weights are not finite, such as {bad[0]}; no checkpoint was written")
     folder = root / f"step_{step:08d}"
     aside = root / f".{folder.name}.partial"
     try:
@@ -89,7 +92,7 @@ def newest_checkpoint(root: Path) -> Checkpoint | None:
                 if found != size:
                     raise ValueError(f"{name} has {found} bytes instead of {size}")
             return Checkpoint(folder, state["step"], DrafterConfig.from_json(state["drafter"]))
-        except (OSError, ValueError, KeyError, UserError) as error:
+        except (OSError, ValueError, KeyError, TypeError, UserError) as error:
             print(f"warning: checkpoint {folder} is damaged ({error}); the one before it is used", file=sys.stderr)
     return None
 

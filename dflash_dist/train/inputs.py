@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from dflash_dist.data.schedule import Schedule
 from dflash_dist.data.store import TokenStore
 from dflash_dist.drafter.config import DrafterConfig, resolve
 from dflash_dist.errors import UserError
+from dflash_dist.export.plain import read_config
 from dflash_dist.target.load import load_tokenizer, text_config
 from dflash_dist.target.package import target_folder
 from dflash_dist.topology import Topology, check_batches_per_step
@@ -39,12 +41,27 @@ def resolve_inputs(config: Config, topology: Topology) -> Inputs:
     store_folder, report = prepare_with_report(config, Path(folder))
     store = TokenStore.open(store_folder)
     schedule = Schedule(store, config, topology)
+    if config.train.init_from is not None:
+        _check_init(Path(config.train.init_from), drafter)
     if schedule.total_steps == 0:
         raise UserError(
             f"data.sources give {len(store.lengths)} documents, of which none is left for training; add data, or lower "
             f"data.held_out_share={config.data.held_out_share}"
         )
     return Inputs(folder, target_config, store, drafter, schedule, store_folder, report)
+
+
+def _check_init(folder: Path, drafter: DrafterConfig) -> None:
+    """UserError where the drafter in `folder` is not of the shape that the run is to train."""
+    given, asked = dataclasses.asdict(DrafterConfig.from_json(read_config(folder))), dataclasses.asdict(drafter)
+    free = ("max_position_embeddings", "initializer_range")
+    other = [f"{key} {given[key]} instead of {asked[key]}" for key in asked if given[key] != asked[key]]
+    other = [text for text in other if not text.startswith(free)]
+    if other:
+        raise UserError(
+            f"train.init_from={folder} is another drafter than the config asks for: {'; '.join(other)}; change the "
+            "drafter section or start from another folder"
+        )
 
 
 def _tokenizer_length(config: Config, folder: Path | str) -> int:

@@ -55,18 +55,19 @@ def train(
     kernels = Path(config.cache_dir).absolute() / "kernels"
     os.environ.setdefault("TRITON_CACHE_DIR", str(kernels / "triton"))
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(kernels / "inductor"))
-    if in_world():
-        return _train_as_rank(config, topology, device_type, run_folder, allow_slow)
-    if _is_finished(config, run_folder):
+    if not launched_here() and _is_finished(config, run_folder):
         print(f"run {run_name} is finished: see {run_folder}; --run NAME starts another", file=sys.stderr)
         return 0
+    if in_world():
+        return _train_as_rank(config, topology, device_type, run_folder, allow_slow)
     phases: dict[str, float] = {}
     _timed(phases, "prepare", lambda: begin_run(config, topology, device_type, run_folder, allow_slow))
     stopped = None
     if not _trained(config, topology, run_folder):
         stopped = _timed(phases, "train", lambda: launch_world(topology, device_type, arguments))
     if stopped is not None:
-        command = shlex.join([Path(sys.argv[0]).name, *arguments])
+        module = Path(sys.argv[0]).name == "__main__.py"
+        command = shlex.join([*([sys.executable, "-m", "dflash_dist"] if module else [sys.argv[0]]), *arguments])
         checkpoint = newest_checkpoint(run_folder / "checkpoints")
         where = f"checkpoint of step {checkpoint.step}" if checkpoint else "no checkpoint yet"
         print(f"stopped ({where}); go on with: {command}", file=sys.stderr)
@@ -97,6 +98,7 @@ def begin_run(config: Config, topology: Topology, device_type: str, run_folder: 
     _is_finished(config, run_folder)
     inputs = resolve_inputs(config, topology)
     print_report(inputs.report, inputs.store_folder)
+    print("target: documents run as right-padded rows of like length, each apart from the others", file=sys.stderr)
     findings = check(config)
     if has_errors(findings) and not allow_slow:
         wrong = "; ".join(f"{f.name}: {f.detail} (mend: {f.mend})" for f in findings if f.level == "error")
@@ -104,14 +106,17 @@ def begin_run(config: Config, topology: Topology, device_type: str, run_folder: 
     needs = rank_memory(config, topology, inputs.target_config, inputs.drafter, device_type)
     if device_type == "cuda":
         for role, parts in needs.items():
-            check_memory({role: parts}, torch.cuda.mem_get_info()[1], {role: 1})
+            check_memory({role: parts}, torch.cuda.mem_get_info()[0], {role: 1})
     else:
         ranks = {"target": topology.targets, "drafter": topology.drafters, "target+drafter": topology.targets}
         check_memory(needs, psutil.virtual_memory().available, ranks)
-    for name in ("checkpoints", "tb", "profile"):
-        (run_folder / name).mkdir(parents=True, exist_ok=True)
-    (run_folder / ENVIRONMENT).write_text(json.dumps(environment(config, findings), indent=1), encoding="utf-8")
-    (run_folder / CONFIG).write_text(config_text(config), encoding="utf-8")
+    try:
+        for name in ("checkpoints", "tb", "profile"):
+            (run_folder / name).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"run folder {run_folder} cannot be made: {error}; free the place or set runs_dir") from None
+    write_text(run_folder / ENVIRONMENT, json.dumps(environment(config, findings), indent=1))
+    write_text(run_folder / CONFIG, config_text(config))
 
 
 def finish_run(config: Config, device_type: str, run_folder: Path, phases: dict[str, float]) -> None:
@@ -121,14 +126,22 @@ def finish_run(config: Config, device_type: str, run_folder: Path, phases: dict[
     evaluation = _timed(phases, "eval", lambda: evaluate_drafter(config, export_folder, device_type))
     rows = read_metrics(run_folder)
     facts = {"steps": rows[-1]["step"] if rows else 0, "evaluation": evaluation, "phases_s": phases}
-    aside = run_folder / f".{SUMMARY}.partial"
-    aside.write_text(json.dumps(facts, indent=1), encoding="utf-8")
-    aside.rename(run_folder / SUMMARY)
+    write_text(run_folder / SUMMARY, json.dumps(facts, indent=1))
     checkpoint = newest_checkpoint(run_folder / "checkpoints")
     assert checkpoint is not None
     print(summary(rows, evaluation, phases, run_folder, export_folder, checkpoint.folder), file=sys.stderr)
     for command in serve_commands(export_folder, str(target_folder(config.target.model, Path(config.cache_dir)))):
         print(f"serve: {command}", file=sys.stderr)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a small file whole or not at all; UserError where the disk is full."""
+    aside = path.with_name(f".{path.name}.partial")
+    try:
+        aside.write_text(text, encoding="utf-8")
+        aside.rename(path)
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error}; free some space and start again") from None
 
 
 def export_checkpoint(run_folder: Path, folder: Path, replace: bool = False) -> None:
@@ -154,7 +167,7 @@ def run_config(run_folder: Path, overrides: Sequence[str] = ()) -> Config:
 
 def _is_finished(config: Config, run_folder: Path) -> bool:
     """Whether the run is over; UserError where a run of that name has another configuration."""
-    if (run_folder / CONFIG).exists():
+    if (run_folder / CONFIG).exists() and newest_checkpoint(run_folder / "checkpoints"):
         difference = config_difference(run_config(run_folder), config)
         if difference:
             raise UserError(

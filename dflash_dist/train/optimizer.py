@@ -48,6 +48,12 @@ class Optimizer:
         share = (step - warmup_steps) / max(1, self._total_steps - warmup_steps)
         return peak * (floor + (1 - floor) * (1 + math.cos(math.pi * share)) / 2)
 
+    def warm_up(self) -> None:
+        """Launches the update's kernels once without an update: a first launch may have to wait for the device."""
+        self._flat.zero_()
+        self._adamw.found_inf = torch.ones((), device=self._flat.device)  # type: ignore[attr-defined]
+        self._adamw.step()
+
     def zero_grad(self) -> None:
         """Clears the gradients in place."""
         self._flat.zero_()

@@ -121,6 +121,7 @@ class StepReports:
         else:
             self._sums += stats[:, : len(SUMS)].sum(0)
         if self._writer is None:
+            self._context.control.publish(memory_gib=used_memory_gib(self._context.device))
             return
         settings, total = self._context.config.train, self._context.schedule.total_steps
         if pending.step % settings.log_every and pending.step != total and pending.validation is None:
@@ -139,7 +140,7 @@ class StepReports:
         schedule = self._context.schedule
         loss_bad = ~stats[:, SUMS.index("loss")].isfinite()
         count = schedule.batches_of(step)
-        # The flag of a batch tells of the sum so far on its rank, so the first unset one is the culprit.
+        # The flag of a batch tells of the sum so far on its rank: those after the culprit are named with it.
         gradient_bad = stats[:, -1] == 0
         bad = [i for i in range(count) if loss_bad[i]] or [i for i in range(count) if gradient_bad[i]]
         what = "loss" if loss_bad[:count].any() else "gradient"
@@ -193,7 +194,8 @@ class Meter:
             "ktok_s": tokens / elapsed_s / 1000,
             "drafter_wait": (wait_s - self._last_wait_s) / elapsed_s,
             "drafter_batches_s": batches / elapsed_s,
-            **self._targets(),
+            **self._targets(batches / elapsed_s),
+            "memory_gib": self._memory_gib(),
             "time_s": self._time_s,
         }
         if self._gpu is not None:
@@ -201,13 +203,12 @@ class Meter:
         self._last, self._last_step, self._last_wait_s = end, step, wait_s
         return row
 
-    def _targets(self) -> dict[str, Any]:
+    def _targets(self, batches_s: float) -> dict[str, Any]:
         """What the target ranks published: their waits, their rate, and how many messages wait in the rings."""
         context = self._context
-        own_gib = used_memory_gib(context.device)
         if context.topology.shared:
-            return {"target_wait": 0.0, "ring_depth": 0.0, "memory_gib": own_gib}
-        waits, rates, depths, memory_gib = [], [], [], [own_gib]
+            return {"target_wait": 0.0, "ring_depth": 0.0, "target_batches_s": batches_s}
+        waits, rates, depths = [], [], []
         for target in range(context.topology.targets):
             now = context.control.progress(context.topology.target_rank(target))
             last = self._last_progress.get(target, dict.fromkeys(now, 0.0))
@@ -218,15 +219,21 @@ class Meter:
             if now:
                 self._last_progress[target] = now
                 depths.append(self._channels[target].depth(now["sent/0"]))
-                memory_gib.append(now["memory_gib"])
         if waits:
             self._target_wait = sum(waits) / len(waits)
         return {
             "target_wait": self._target_wait,
             "target_batches_s": sum(rates) if rates else None,
             "ring_depth": sum(depths) / len(depths) if depths else 0.0,
-            "memory_gib": max(memory_gib) if context.device.type == "cuda" else sum(memory_gib),
         }
+
+    def _memory_gib(self) -> float:
+        """The fullest GPU's peak, or on the CPU the memory of all ranks."""
+        context = self._context
+        others = [rank for rank in range(context.topology.world_size) if rank != context.rank]
+        published = [context.control.progress(rank).get("memory_gib", 0.0) for rank in others]
+        every_rank = [used_memory_gib(context.device), *published]
+        return max(every_rank) if context.device.type == "cuda" else sum(every_rank)
 
 
 def _some(documents: Any, most: int = 8) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -29,7 +29,7 @@ from dflash_dist.train.metrics import MetricsWriter
 from dflash_dist.train.optimizer import Optimizer
 from dflash_dist.train.report import StepReports
 from dflash_dist.train.sources import ChannelSource, FeatureSource, LocalSource
-from dflash_dist.train.target_loop import load_documents, target_loop
+from dflash_dist.train.target_loop import load_documents, message_sizes, target_loop
 from dflash_profiling.record import TraceWindow
 
 FLEX_MIN_HEAD_DIM = 16
@@ -112,10 +112,21 @@ def _context(
             steps=config.profile.steps,
             metadata={"topology": str(topology), "pairs": topology.pairs(), "schedule": inputs.schedule.fingerprint()},
         ),
-        drafter_group=dist.new_group(drafter_ranks) if topology.drafters > 1 else None,
+        drafter_group=_connected_group(drafter_ranks, rank, device) if topology.drafters > 1 else None,
         pair_groups=open_pair_groups(topology, rank, device),
         start_step=checkpoint.step if checkpoint else 0,
     )
+
+
+def _connected_group(ranks: list[int], rank: int, device: torch.device) -> dist.ProcessGroup:
+    """A group whose communicator is set up already: later it would have to be while receives wait on the device."""
+    group = dist.new_group(ranks)
+    assert group is not None
+    if rank in ranks:
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
+        if device.type == "cuda":
+            torch.cuda.synchronize()  # sync: start-up only
+    return group
 
 
 def _run_target(context: RankContext, clock: WaitClock) -> None:
@@ -139,23 +150,24 @@ def _warm_up_target(context: RankContext, forward: TargetForward, channels: dict
     work = next((w for w in context.schedule.work(context.start_step) if w.target == context.rank), None)
     if work is not None:
         slot_MF = next(iter(channels.values())).acquire()
-        forward.capture(*load_documents(context.store, work, context.device), slot_MF[: work.tokens])
+        forward.capture(*load_documents(context.store, work), slot_MF[: work.tokens])
 
 
 def _run_drafter(context: RankContext, clock: WaitClock) -> None:
     config, device = context.config, context.device
-    model = _model(context)
+    checkpoint = newest_checkpoint(context.run_folder / "checkpoints")
+    model = _model(context, fresh=checkpoint is None)
     ends = load_ends(context.target_folder, config.target, device)
     optimizer = Optimizer(model, config.train, context.schedule.total_steps, context.drafter_group)
-    checkpoint = newest_checkpoint(context.run_folder / "checkpoints")
+    if device.type == "cuda":
+        warm_up(context, model, ends)
+        optimizer.warm_up()
     if checkpoint:
         checkpoint.load_weights(model)
         optimizer.load_state_dict(checkpoint.load_moments())
     forward = None
     if context.topology.shared:
         forward = TargetForward(context.target_folder, config.target, context.drafter.target_layer_ids, device)
-    if device.type == "cuda":
-        warm_up(context, model, ends)
     dist.barrier()
     source: FeatureSource = (
         LocalSource(forward, config.schedule.token_budget, device)
@@ -176,42 +188,32 @@ def _run_drafter(context: RankContext, clock: WaitClock) -> None:
         _drain(context, source)
 
 
-def _model(context: RankContext) -> DFlashDrafter:
+def _model(context: RankContext, fresh: bool) -> DFlashDrafter:
+    """The drafter on its device; the weights of a run that goes on come from its checkpoint."""
     settings = context.config.train
     attention = settings.attention
     if attention == "auto":
         flex = context.device.type == "cuda" and context.drafter.head_dim >= FLEX_MIN_HEAD_DIM
         attention = "flex" if flex else "dense"
-    if settings.init_from is None:
-        model = DFlashDrafter(context.drafter, attention=attention)
-        model.init_weights(settings.seed)
+    model = DFlashDrafter(context.drafter, attention=attention)
+    if settings.init_from is not None and fresh:
+        model.load_state_dict(load_drafter(Path(settings.init_from)).state_dict())
     else:
-        model = load_drafter(Path(settings.init_from), attention=attention)
-        if model.config != context.drafter:
-            raise UserError(
-                f"train.init_from={settings.init_from} is a drafter of another shape than the config asks for: "
-                f"{model.config} instead of {context.drafter}"
-            )
+        model.init_weights(settings.seed)
     return model.to(context.device)
 
 
 def _receive_channels(context: RankContext, dtype: torch.dtype, clock: WaitClock) -> dict[int, ReceiveChannel]:
     settings, drafter = context.config.schedule, context.topology.drafter_of(context.rank)
+    assert drafter is not None
     features = context.drafter.hidden_size * len(context.drafter.target_layer_ids)
     channels = {}
     for target in range(context.topology.targets):
         peer = context.topology.target_rank(target)
-        sizes = _message_sizes(context, target, drafter)
+        sizes = message_sizes(context, target, drafter)
         slots = ring(settings.ring_slots, settings.token_budget, features, dtype, context.device)
         channels[target] = ReceiveChannel(peer, context.pair_groups[peer, context.rank], slots, clock, sizes)
     return channels
-
-
-def _message_sizes(context: RankContext, target: int, drafter: int | None) -> Iterator[int]:
-    """Tokens of each message from one target to one drafter, in the global order."""
-    for work in context.schedule.work(context.start_step):
-        if (work.target, work.drafter) == (target, drafter):
-            yield work.tokens
 
 
 def _drain(context: RankContext, source: ChannelSource) -> None:
@@ -225,5 +227,7 @@ def _drain(context: RankContext, source: ChannelSource) -> None:
                 channel.receive()
                 channel.release()
         if done:
+            for channel in source.channels.values():
+                channel.finish()
             return
         context.control.pause()

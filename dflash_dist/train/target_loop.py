@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -27,7 +29,7 @@ def target_loop(
     works = (work for work in context.schedule.work(context.start_step) if work.target == context.rank)
     throttle = Throttle(device, depth=2)
     started_s = time.perf_counter()
-    for work, (tokens_T, lengths_N) in prefetch(works, lambda work: load_documents(store, work, device), depth=2):
+    for work, (tokens_T, lengths_N) in prefetch(works, lambda work: load_documents(store, work), depth=2):
         stop_step = control.stop_step()
         if stop_step is not None and work.step > stop_step:
             break
@@ -48,15 +50,34 @@ def target_loop(
             memory_gib=used_memory_gib(device),
         )
     control.publish_done()
-    for channel in channels.values():
+    for drafter, channel in channels.items():
+        fill_posted(context, drafter, channel)
         channel.finish()
 
 
-def load_documents(store: TokenStore, work: Work, device: torch.device) -> tuple[Tensor, np.ndarray]:
-    """A batch's token ids (int64 [T], pinned for a CUDA device) and document lengths (int64 [N])."""
+def fill_posted(context: RankContext, drafter: int, channel: SendChannel) -> None:
+    """After a stop: sends the messages for which the drafter has posted receives ahead, whatever the slots hold.
+
+    A receive that is never met would keep its stream, and so the end of the process group, waiting for ever. After the
+    last step there is none.
+    """
+    sizes = message_sizes(context, context.rank, drafter)
+    for tokens in itertools.islice(sizes, channel.sent, channel.sent + context.config.schedule.ring_slots):
+        channel.acquire()
+        channel.send(tokens)
+
+
+def message_sizes(context: RankContext, target: int, drafter: int) -> Iterator[int]:
+    """Tokens of each message from one target to one drafter, in the global order."""
+    for work in context.schedule.work(context.start_step):
+        if (work.target, work.drafter) == (target, drafter):
+            yield work.tokens
+
+
+def load_documents(store: TokenStore, work: Work) -> tuple[Tensor, np.ndarray]:
+    """A batch's token ids (int64 [T], on the host) and document lengths (int64 [N])."""
     documents = store.read(work.documents)
-    tokens_T = torch.from_numpy(documents.tokens_T)
-    return (tokens_T.pin_memory() if device.type == "cuda" else tokens_T), documents.lengths_N
+    return torch.from_numpy(documents.tokens_T), documents.lengths_N
 
 
 class Throttle:

@@ -65,7 +65,9 @@ def launch_world(topology: Topology, device_type: str, arguments: list[str]) -> 
         with stopper:
             elastic_launch(config, sys.executable)("-m", "dflash_dist", *arguments)
     except ChildFailedError as error:
-        if stopper.received is None:
+        # A rank that had not begun to listen ends of the signal itself; anything else is a failure of its own.
+        ours = (-STOP_SIGNAL, -signal.SIGTERM, -signal.SIGKILL)
+        if stopper.received is None or any(f.exitcode not in ours for f in error.failures.values()):
             raise _first_cause(error, topology) from None
     except KeyboardInterrupt:
         stopper.received = signal.SIGINT
@@ -111,7 +113,7 @@ def record_failure(error: BaseException) -> None:
 def _first_cause(error: ChildFailedError, topology: Topology) -> Exception:
     """The failure that the others followed from: a rank that was killed, else the earliest."""
     failures = list(error.failures.items())
-    killed = [(rank, f) for rank, f in failures if f.exitcode < 0 and f.exitcode != -signal.SIGTERM]
+    killed = [(rank, f) for rank, f in failures if f.exitcode < 0 and f.exitcode not in (-signal.SIGTERM, -STOP_SIGNAL)]
     rank, failure = killed[0] if killed else min(failures, key=lambda item: item[1].timestamp)
     message = _message(failure)
     if message.startswith(USER_ERROR):

@@ -190,3 +190,38 @@ def test_eval_and_export_of_what_is_not_there(make: Maker, tmp_path: Path) -> No
         done = dflash(*arguments)
         assert done.returncode == 2, (arguments, done.stderr)
         assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
+
+
+def test_a_start_that_failed_does_not_block_the_mended_one(make: Maker, tmp_path: Path) -> None:
+    config = make()
+    assert "nowhere" in refused(config, "train.init_from=nowhere")
+    assert train(config, "x1", "bad", "train.max_steps=2").returncode == 0
+
+
+def test_a_drafter_of_another_shape_is_no_start(make: Maker) -> None:
+    config = make()
+    train(config, "x1", "first", "train.max_steps=2")
+    drafter = config.parent / "runs/first/export/plain"
+    line = refused(config, f"train.init_from={drafter}", "drafter.num_layers=3")
+    assert "num_hidden_layers 2 instead of 3" in line
+
+
+def test_a_run_without_held_out_documents_ends_without_tau(make: Maker) -> None:
+    done = train(make(), "x1", "run", "data.held_out_share=0", "train.max_steps=2")
+    assert "tau          not measured" in done.stderr
+
+
+@pytest.mark.parametrize("line", ['{"messages": "hello"}', '{"messages": [{"content": "x"}]}', "[1", "\udcff", ""])
+def test_broken_prompts_are_refused_with_their_line(make: Maker, tmp_path: Path, line: str) -> None:
+    from dflash_dist.errors import UserError
+    from dflash_dist.evaluate.run import read_prompts
+
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes(line.encode("utf-8", "surrogateescape"))
+    with pytest.raises(UserError, match=r"prompts\.jsonl"):
+        read_prompts(path)
+
+
+@pytest.mark.parametrize("value", [".inf", ".nan"])
+def test_numbers_that_are_not_finite_are_refused(make: Maker, value: str) -> None:
+    assert "must be finite" in refused(make(), f"train.learning_rate={value}")

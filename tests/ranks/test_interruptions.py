@@ -9,7 +9,10 @@ STEPS = 30
 OVERRIDES = [f"train.max_steps={STEPS}", "train.epochs=8", "train.checkpoint_every=5", "train.validate_every=10"]
 
 
-@pytest.mark.parametrize("topo", ["2-1", "1-2", "x2"])
+FULL = [pytest.param(topo, marks=pytest.mark.full) for topo in ("1-1", "3-1", "2-2", "x1")]
+
+
+@pytest.mark.parametrize("topo", ["2-1", "1-2", "x2", *FULL])
 def test_ctrl_c_then_resume_equals_an_uninterrupted_run(make: Maker, topo: str) -> None:
     config = make("qwen3")
     running = Running(config, topo, "stopped", *OVERRIDES)
@@ -39,19 +42,25 @@ def test_sigterm_checkpoints_and_ends_with_zero(make: Maker) -> None:
     assert weights(config, "run", step)
 
 
-@pytest.mark.parametrize("rank", [0, 2])
-def test_a_killed_rank_is_named_and_the_run_resumes_exactly(make: Maker, rank: int) -> None:
+KILLS = [("2-1", 0, "target"), ("2-1", 2, "drafter")]
+FULL_KILLS = [("3-1", 1, "target"), ("3-1", 3, "drafter"), ("1-2", 0, "target"), ("1-2", 1, "drafter")]
+FULL_KILLS += [("1-2", 2, "drafter"), ("x2", 1, "target+drafter"), ("x1", 0, "target+drafter")]
+
+
+@pytest.mark.parametrize(
+    ("topo", "rank", "role"), [*KILLS, *(pytest.param(*kill, marks=pytest.mark.full) for kill in FULL_KILLS)]
+)
+def test_a_killed_rank_is_named_and_the_run_resumes_exactly(make: Maker, topo: str, rank: int, role: str) -> None:
     config = make("qwen3")
-    running = Running(config, "2-1", "killed", *OVERRIDES)
+    running = Running(config, topo, "killed", *OVERRIDES)
     running.wait_for_step(8)
-    role = "drafter" if rank == 2 else "target"
     running.ranks()[rank].kill()
     code, stderr = running.end()
     assert code == 1
     assert f"rank {rank} ({role}) was killed by SIGKILL" in stderr.splitlines()[-1]
     assert "Traceback" not in stderr
-    train(config, "2-1", "killed", *OVERRIDES)
-    train(config, "2-1", "whole", *OVERRIDES)
+    train(config, topo, "killed", *OVERRIDES)
+    train(config, topo, "whole", *OVERRIDES)
     assert [row["step"] for row in metrics(config, "killed")] == list(range(1, STEPS + 1))
     assert_same_weights(weights(config, "killed", STEPS), weights(config, "whole", STEPS))
 
