@@ -1,5 +1,6 @@
 """The whole path on real GPUs: NCCL channels, compiled flex attention, fused AdamW, one rank a GPU."""
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from dflash_dist.drafter.config import DrafterConfig
 from dflash_dist.drafter.loss import block_sums
 from dflash_dist.drafter.model import DFlashDrafter
 from dflash_dist.target.load import TargetEnds
-from tests.ranks.cli import dflash, metrics, train
+from tests.ranks.cli import Running, dflash, metrics, train
 from tests.tiny import make_chats, make_config, make_target
 
 pytestmark = [
@@ -100,3 +101,18 @@ def test_topologies_agree_over_nccl(tmp_path: Path) -> None:
     for topo, rows in runs.items():
         for row, expected in zip(rows, runs["x1"], strict=True):
             assert row["loss"] == pytest.approx(expected["loss"], rel=1e-3), (topo, row["step"])
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_stop_over_nccl_ends_and_resumes(tmp_path: Path) -> None:
+    """Receives that were posted ahead are filled, so that the process groups can end."""
+    config = config_for(tmp_path)
+    overrides = ["train.max_steps=60", "train.epochs=16", "train.checkpoint_every=20"]
+    running = Running(config, "1-1", "run", "--device", "cuda", *overrides)
+    running.wait_for_step(10)
+    running.send(signal.SIGINT)
+    code, stderr = running.end()
+    assert code == 130, stderr
+    assert 10 <= len(metrics(config, "run")) < 60
+    train(config, "1-1", "run", "--device", "cuda", *overrides)
+    assert [row["step"] for row in metrics(config, "run")] == list(range(1, 61))

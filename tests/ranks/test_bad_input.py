@@ -1,10 +1,13 @@
 """What a user gets wrong: one line on stderr that names the thing and the mend, exit code 2, nothing left behind."""
 
+import io
 import json
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import yaml
@@ -14,19 +17,35 @@ from tests.ranks.conftest import Maker
 
 
 def refused(config: Path, *arguments: str, topo: str = "x1") -> str:
-    """The one line with which `train` refuses."""
-    done = dflash("train", "--config", str(config), "--topo", topo, "--run", "bad", *arguments)
-    assert done.returncode == 2, (done.returncode, done.stderr)
-    assert "Traceback" not in done.stderr
-    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1 and done.stderr.splitlines()[-1] == errors[0], done.stderr
-    assert done.stdout == ""
+    """The one line with which `train` refuses; in this process, since no rank is started."""
+    from dflash_dist.cli import main
+
+    command = ["dflash-dist", "train", "--config", str(config), "--topo", topo, "--run", "bad", *arguments]
+    out, err = io.StringIO(), io.StringIO()
+    with (
+        mock.patch.object(sys, "argv", command),
+        redirect_stdout(out),
+        redirect_stderr(err),
+        pytest.raises(SystemExit) as ended,
+    ):
+        main()
+    assert ended.value.code == 2, err.getvalue()
+    lines = err.getvalue().splitlines()
+    errors = [line for line in lines if line.startswith("error: ")]
+    assert len(errors) == 1 and lines[-1] == errors[0] and "Traceback" not in err.getvalue(), lines
+    assert out.getvalue() == ""
     return errors[0]
 
 
 @pytest.mark.parametrize("topo", ["0-1", "3-0", "abc"])
 def test_topologies_that_are_none(make: Maker, topo: str) -> None:
     assert f"topology '{topo}'" in refused(make(), topo=topo)
+
+
+def test_a_refusal_of_the_real_process(make: Maker) -> None:
+    done = dflash("train", "--config", str(make()), "--topo", "3-1", "train.learning_rat=1")
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
 
 
 @pytest.mark.parametrize(
