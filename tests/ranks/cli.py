@@ -17,7 +17,9 @@ import torch
 from safetensors.torch import load_file
 
 BASE = [sys.executable, "-m", "dflash_dist"]
-ENVIRONMENT = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "DFLASH_", "TORCHELASTIC_"))}
+ENVIRONMENT = {
+    k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "DFLASH_", "TORCHELASTIC_", "MAKE", "MFLAGS"))
+}
 WORLD_TIMEOUT_S = 240
 
 
