@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 
 import torch
@@ -93,9 +94,7 @@ class SendChannel:
     def send(self, tokens: int) -> None:
         """Starts sending the first `tokens` rows of the slot that `acquire` gave."""
         slot_MF = self._slots_MF[self.sent % len(self._slots_MF)]
-        work = dist.isend(slot_MF[:tokens], self._peer, group=self._group)
-        assert work is not None
-        self._in_flight.append(work)
+        self._in_flight.append(_start(dist.isend, slot_MF[:tokens], self._peer, self._group))
         self.sent += 1
 
     def finish(self) -> None:
@@ -160,10 +159,27 @@ class ReceiveChannel:
         if tokens is None:
             return
         slot_MF = self._slots_MF[self._posts % len(self._slots_MF)]
-        work = dist.irecv(slot_MF[:tokens], self._peer, group=self._group)
-        assert work is not None
-        self._posted.append(work)
+        self._posted.append(_start(dist.irecv, slot_MF[:tokens], self._peer, self._group))
         self._posts += 1
+
+
+_gloo_thread = ThreadPoolExecutor(1, thread_name_prefix="gloo-start")
+
+
+def _start(
+    operation: Callable[..., dist.Work | None], tensor: Tensor, peer: int, group: dist.ProcessGroup
+) -> dist.Work:
+    """isend or irecv, under way.
+
+    On gloo it is started from a thread that no profiler watches: torch would write the end of an operation that
+    outlives the profiler's window into memory that is freed by then (seen with torch 2.13 as heap corruption).
+    """
+    if tensor.is_cuda:
+        work = operation(tensor, peer, group=group)
+    else:
+        work = _gloo_thread.submit(operation, tensor, peer, group=group).result()
+    assert work is not None
+    return work
 
 
 def ring(slots: int, max_tokens: int, features: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:

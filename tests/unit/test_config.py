@@ -69,7 +69,9 @@ def test_a_missing_required_key_is_named(tmp_path: Path) -> None:
 
 def test_every_key_is_read_somewhere() -> None:
     source = "\n".join(
-        path.read_text(encoding="utf-8") for path in Path("dflash_dist").rglob("*.py") if path.name != "config.py"
+        path.read_text(encoding="utf-8")
+        for path in Path("dflash_dist").rglob("*.py")
+        if path != Path("dflash_dist/config.py")
     )
     for section in dataclasses.fields(Config):
         kind = Config.__dataclass_fields__[section.name].type
