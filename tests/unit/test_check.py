@@ -1,6 +1,7 @@
 """The environment check against real packages, and against broken ones that are made and imported for real."""
 
 import importlib
+import importlib.metadata
 import json
 import os
 import re
@@ -71,7 +72,7 @@ def by_name(findings: list[Finding]) -> dict[str, Finding]:
 def test_this_environment_has_no_errors() -> None:
     findings = by_name(check(None))
     assert not has_errors(list(findings.values()))
-    assert findings["torch"].detail == torch.__version__
+    assert findings["torch"].detail == importlib.metadata.version("torch")
     assert findings["python"].detail.startswith(f"{sys.version_info.major}.{sys.version_info.minor}.")
 
 
@@ -208,7 +209,7 @@ def test_environment_holds_facts_but_no_names_or_paths(tmp_path: Path) -> None:
     )
     facts = environment(make_config(tmp_path, DENSE), [error])
     text = json.dumps(facts)
-    assert facts["versions"]["torch"] == torch.__version__
+    assert facts["versions"]["torch"] == importlib.metadata.version("torch")
     assert facts["host"]["cores"] == os.cpu_count() and facts["host"]["memory_gib"] > 0
     assert facts["findings"][0]["detail"] == "ImportError: .../x.so: undefined symbol; see https://a.b/c/d or 1/2 .../y"
     assert str(tmp_path) not in text
