@@ -177,7 +177,7 @@ class Meter:
         self._time_s = rows[-1]["time_s"] if rows else 0.0
         self._last_step, self._last_wait_s = context.start_step, 0.0
         self._last_progress: dict[int, dict[str, float]] = {}
-        self._target_wait = 0.0
+        self._target_wait, self._target_batches_s = 0.0, 0.0
 
     def row(self, step: int, end: HostCopy, wait_s: float) -> dict[str, Any]:
         """The part of a metrics line that tells of speed and resources.
@@ -220,10 +220,10 @@ class Meter:
                 self._last_progress[target] = now
                 depths.append(self._channels[target].depth(now["sent/0"]))
         if waits:
-            self._target_wait = sum(waits) / len(waits)
+            self._target_wait, self._target_batches_s = sum(waits) / len(waits), sum(rates)
         return {
             "target_wait": self._target_wait,
-            "target_batches_s": sum(rates) if rates else None,
+            "target_batches_s": self._target_batches_s,
             "ring_depth": sum(depths) / len(depths) if depths else 0.0,
         }
 
