@@ -116,6 +116,7 @@ class StepReports:
 
     def _finish(self, pending: _Pending) -> None:
         stats, (grad_norm, skipped) = pending.stats.get(), pending.outcome.get().tolist()
+        wait_s = self._clock.seconds_at(pending.wait_mark)  # on every rank and step, or its events would pile up
         if skipped:
             self._refuse(pending.step, stats)
         else:
@@ -129,7 +130,7 @@ class StepReports:
         row = {"step": pending.step, **means(self._sums)}
         if pending.validation is not None:
             row["val_loss"] = means(pending.validation.get())["loss"]
-        row |= self._meter.row(pending.step, pending.outcome, self._clock.seconds_at(pending.wait_mark))
+        row |= self._meter.row(pending.step, pending.outcome, wait_s)
         row["learning_rate"] = self._optimizer.learning_rate(pending.step)
         row["grad_norm"] = grad_norm if math.isfinite(grad_norm) else None
         self._writer.write(row)
