@@ -65,9 +65,10 @@ def launch_world(topology: Topology, device_type: str, arguments: list[str]) -> 
         with stopper:
             elastic_launch(config, sys.executable)("-m", "dflash_dist", *arguments)
     except ChildFailedError as error:
-        # A rank that had not begun to listen ends of the signal itself; anything else is a failure of its own.
-        ours = (-STOP_SIGNAL, -signal.SIGTERM, -signal.SIGKILL)
-        if stopper.received is None or any(f.exitcode not in ours for f in error.failures.values()):
+        # A rank that has not begun to listen ends of the signal itself, and takes others with it; without such a rank
+        # it is a failure of its own, such as a full disk at the last checkpoint.
+        too_early = any(failure.exitcode == -STOP_SIGNAL for failure in error.failures.values())
+        if stopper.received is None or not too_early:
             raise _first_cause(error, topology) from None
     except KeyboardInterrupt:
         stopper.received = signal.SIGINT

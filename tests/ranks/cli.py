@@ -82,13 +82,21 @@ class Running:
             assert time.monotonic() < deadline, f"step {step} did not come"
             time.sleep(0.02)
 
+    def wait_for_ranks(self, count: int) -> None:
+        """Until the launcher has started `count` rank processes."""
+        deadline = time.monotonic() + WORLD_TIMEOUT_S
+        while len(self.ranks()) < count:
+            assert self._process.poll() is None and time.monotonic() < deadline, "the ranks did not start"
+            time.sleep(0.02)
+
     def ranks(self) -> dict[int, psutil.Process]:
         """The processes of the world by rank."""
         ranks = {}
         for child in psutil.Process(self._process.pid).children():
             with contextlib.suppress(psutil.Error):  # one that has just ended has no environment
-                if "dflash_dist" in child.cmdline():
-                    ranks[int(child.environ()["RANK"])] = child
+                rank = child.environ().get("RANK")  # a child that has not begun its own program has none
+                if rank is not None and "dflash_dist" in child.cmdline():
+                    ranks[int(rank)] = child
         return ranks
 
     def send(self, number: signal.Signals) -> None:

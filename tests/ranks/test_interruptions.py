@@ -31,6 +31,15 @@ def test_ctrl_c_then_resume_equals_an_uninterrupted_run(make: Maker, topo: str) 
         assert left["loss"] == right["loss"] and left.get("val_loss") == right.get("val_loss")
 
 
+def test_ctrl_c_before_the_first_step(make: Maker) -> None:
+    running = Running(make("qwen3"), "2-1", "run", *OVERRIDES)
+    running.wait_for_ranks(3)
+    running.send(signal.SIGINT)
+    code, stderr = running.end()
+    assert code == 130, stderr
+    assert "go on with: " in stderr and "Traceback" not in stderr
+
+
 def test_sigterm_checkpoints_and_ends_with_zero(make: Maker) -> None:
     config = make("qwen3")
     running = Running(config, "1-1", "run", *OVERRIDES)
