@@ -23,10 +23,12 @@ class Control:
 
     def __init__(self, store: Store, rank: int, topology: Topology) -> None:
         self._store, self._rank, self._topology = store, rank, topology
+        self._signals: tuple[signal.Signals, ...] = ()
         self._stop_asked = False
 
     def listen(self, signals: tuple[signal.Signals, ...]) -> None:
         """From now on each of the signals asks for a checkpoint and an orderly end."""
+        self._signals = signals
         for number in signals:
             signal.signal(number, self._ask_stop)
 
@@ -52,7 +54,8 @@ class Control:
             self._store.set("stop", str(step + 1 + lag_steps))
 
     def stop_step(self) -> int | None:
-        """The last step to train, once a stop was asked for."""
+        """The last step to train, once a stop was asked for; called by every rank once a step or more often."""
+        self.listen(self._signals)  # LLVM, with which Triton compiles, puts its own handlers in place of ours
         return int(self._store.get("stop")) if self._store.check(["stop"]) else None
 
     def publish(self, **facts: float) -> None:

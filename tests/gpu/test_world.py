@@ -107,12 +107,13 @@ def test_topologies_agree_over_nccl(tmp_path: Path) -> None:
 def test_a_stop_over_nccl_ends_and_resumes(tmp_path: Path) -> None:
     """Receives that were posted ahead are filled, so that the process groups can end."""
     config = config_for(tmp_path)
-    overrides = ["train.max_steps=60", "train.epochs=16", "train.checkpoint_every=20"]
+    steps = 300  # milliseconds each: enough that the signal comes long before the end
+    overrides = [f"train.max_steps={steps}", "train.epochs=100", "train.checkpoint_every=100"]
     running = Running(config, "1-1", "run", "--device", "cuda", *overrides)
     running.wait_for_step(10)
     running.send(signal.SIGINT)
     code, stderr = running.end()
     assert code == 130, stderr
-    assert 10 <= len(metrics(config, "run")) < 60
+    assert 10 <= len(metrics(config, "run")) < steps
     train(config, "1-1", "run", "--device", "cuda", *overrides)
-    assert [row["step"] for row in metrics(config, "run")] == list(range(1, 61))
+    assert [row["step"] for row in metrics(config, "run")] == list(range(1, steps + 1))

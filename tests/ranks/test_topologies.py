@@ -14,10 +14,20 @@ DESIGN_KEYS = {
 }  # fmt: skip
 
 
-def test_every_topology_trains_alike(make: Maker) -> None:
-    config = make("qwen3")
+@pytest.mark.parametrize(
+    ("kind", "topologies"),
+    [
+        ("qwen3", TOPOLOGIES),
+        ("llama", ["1-1", "2-2"]),
+        ("hybrid", ["1-1", "2-2"]),
+        pytest.param("llama", TOPOLOGIES, marks=pytest.mark.full),
+        pytest.param("hybrid", TOPOLOGIES, marks=pytest.mark.full),
+    ],
+)
+def test_every_topology_trains_alike(make: Maker, kind: str, topologies: list[str]) -> None:
+    config = make(kind)
     runs = {}
-    for topo in TOPOLOGIES:
+    for topo in topologies:
         train(config, topo, topo)
         runs[topo] = metrics(config, topo)
     first = runs["1-1"]
