@@ -107,8 +107,29 @@ class ObjectiveConfig:
     anchors_per_document: int = 512
     max_anchors_per_batch: int
     """Anchors in one batch at most, whatever the number of documents; bounds the drafter's time and memory."""
+    kind: Literal["tokens", "argmax", "kl"] = "tokens"
+    """tokens: cross-entropy on the data, best where the target wrote the answers. argmax: cross-entropy on the target's
+    most likely token; kl: forward KL to the target. These two fit any text, and run all of the target's layers."""
+    weights: Literal["decay", "dpace"] = "decay"
+    """How the offsets of a block count: by an exponential decay, or by D-PACE's estimate of their being reached."""
     gamma: float | None = None
     """Decay of the loss weight with the offset; not given: 7 for blocks of 16, 5 for 10, 4 for 8, else 7/16 of it."""
+    dpace_alpha: float = 0.5
+    """D-PACE's smoothing, from 0 (none) to 1 (all offsets are taken to be reached)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoiseConfig:
+    """Noise on the captured features in training, drawn anew for each document and epoch."""
+
+    kind: Literal["none", "uniform", "gaussian"] = "none"
+    scale: float = 0.0
+    """At the first step: half width (uniform) or standard deviation (gaussian), in units of the root mean square of
+    the token's state in that tap."""
+    end_scale: float = 0.0
+    """The same at the last step."""
+    schedule: Literal["linear", "cosine"] = "linear"
+    """How the scale goes from the one to the other."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +169,22 @@ class EvaluateConfig:
 
     prompts: int = 8
     max_new_tokens: int = 64
+    temperature: float = 0.0
+    """0: greedy. Above: target and drafter are both sampled at it, and the target's distribution is kept."""
+    top_p: float = 1.0
+    """Sample from the fewest likeliest tokens that make up this probability; 1: from all."""
+    top_k: int = 0
+    """Sample from this many of the likeliest tokens; 0: from all."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < math.inf:
+            raise UserError(f"temperature is {self.temperature}, but must be 0 (greedy) or a finite number above it")
+        if not 0 < self.top_p <= 1:
+            raise UserError(f"top_p is {self.top_p}, but must be above 0 and at most 1 (all tokens)")
+        for name, value in (("top_k", self.top_k), ("seed", self.seed)):
+            if value < 0:
+                raise UserError(f"{name} is {value}, but must be at least 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,6 +205,7 @@ class Config:
     schedule: ScheduleConfig
     drafter: DrafterSettings = field(default_factory=DrafterSettings)
     objective: ObjectiveConfig
+    noise: NoiseConfig = field(default_factory=NoiseConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
@@ -183,6 +221,8 @@ class Config:
             raise UserError(
                 f"config: data.held_out_share is {self.data.held_out_share}, but must be a share from 0 to below 1"
             )
+        if self.objective.dpace_alpha > 1:
+            raise UserError(f"config: objective.dpace_alpha is {self.objective.dpace_alpha}, but must be at most 1")
         if not self.data.sources:
             raise UserError("config: data.sources is empty; name at least one file, data set or package")
         if len(self.train.betas) != 2 or not all(0 <= beta < 1 for beta in self.train.betas):
@@ -205,7 +245,8 @@ def _lower_bounds(config: Config) -> list[tuple[str, float | None, float]]:
             "cost_token_squared_us": 0,
         },
         "drafter": {"num_layers": 1, "block_size": 2, "num_taps": 1, "mask_token_id": 0, "sliding_window": 1},
-        "objective": {"anchors_per_document": 1, "max_anchors_per_batch": 1, "gamma": 1e-6},
+        "objective": {"anchors_per_document": 1, "max_anchors_per_batch": 1, "gamma": 1e-6, "dpace_alpha": 0},
+        "noise": {"scale": 0, "end_scale": 0},
         "train": {
             "epochs": 1,
             "max_steps": 1,

@@ -12,6 +12,7 @@ from dflash_dist.config import DrafterSettings
 from dflash_dist.data.store import Documents
 from dflash_dist.drafter.config import DrafterConfig, resolve
 from dflash_dist.drafter.model import DFlashDrafter
+from dflash_dist.target import load
 from dflash_dist.target.load import TargetEnds
 
 VOCAB = 100
@@ -85,7 +86,7 @@ def random_target(config: Any, seed: int = 0) -> Any:
 
 
 def ends_of(target: Any) -> TargetEnds:
-    return TargetEnds(target.get_input_embeddings(), target.get_output_embeddings().weight.detach(), None)
+    return load.ends_of(target, "target")
 
 
 def drafter_config(target_config: Any, **changes: Any) -> DrafterConfig:

@@ -65,25 +65,50 @@ def drafter_block(
 
 
 def block_loss(
-    logits_BV: Tensor, tokens: list[int], supervised: list[bool], anchor: int, gamma: float
+    logits_BV: Tensor,
+    tokens: list[int],
+    supervised: list[bool],
+    anchor: int,
+    gamma: float,
+    kind: str = "tokens",
+    weights: str = "decay",
+    alpha: float = 0.5,
+    teacher_TV: Tensor | None = None,
 ) -> tuple[Tensor, float, int, int, int]:
-    """Weighted loss, weight, correct, valid and accepted of one block in one document (sections 2.1 and 2.4)."""
-    loss, weight, correct, valid, accepted = logits_BV.sum() * 0.0, 0.0, 0, 0, 0
-    in_run = True
+    """Weighted loss, denominator, correct, valid and accepted of one block in one document (sections 2.1 and 2.4).
+
+    `teacher_TV`: the target's logits at every position; those at position i are about token i + 1.
+    """
+    losses, entropies, hits = [], [], []
     for offset in range(1, len(logits_BV)):
         position = anchor + offset
         if position >= len(tokens) or not supervised[position]:
             break
-        row = logits_BV[offset]
-        w = math.exp(-(offset - 1) / gamma)
-        loss = loss + w * (torch.log(torch.exp(row - row.max()).sum()) + row.max() - row[tokens[position]])
-        weight += w
-        valid += 1
-        hit = int(row.argmax()) == tokens[position]
-        correct += hit
-        in_run = in_run and hit
-        accepted += in_run
-    return loss, weight, correct, valid, accepted
+        log_q = _log_softmax(logits_BV[offset])
+        label = tokens[position]
+        if teacher_TV is not None:
+            log_p = _log_softmax(teacher_TV[position - 1])
+            label = int(log_p.argmax())
+        entropies.append(-log_q[label])
+        losses.append((torch.exp(log_p) * (log_p - log_q)).sum() if kind == "kl" else -log_q[label])
+        hits.append(int(log_q.argmax()) == label)
+    if weights == "decay":
+        factors = [math.exp(-k / gamma) for k in range(len(losses))]
+        denominator = sum(factors)
+    else:
+        reached, reach = [], 1.0
+        for entropy in entropies:
+            reach *= (1 - alpha) * math.exp(-float(entropy.detach())) + alpha
+            reached.append(reach)
+        factors = [sum(reached[k:]) for k in range(len(reached))]
+        denominator = len(losses)
+    loss = logits_BV.sum() * 0.0 + sum(factor * loss for factor, loss in zip(factors, losses, strict=True))
+    accepted = next((k for k, hit in enumerate(hits) if not hit), len(hits))
+    return loss, denominator, sum(hits), len(hits), accepted
+
+
+def _log_softmax(row: Tensor) -> Tensor:
+    return row - row.max() - torch.log(torch.exp(row - row.max()).sum())
 
 
 def _norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:

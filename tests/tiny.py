@@ -35,8 +35,15 @@ def make_tokenizer(folder: Path) -> None:
 
 
 def target_config(kind: str) -> Any:
-    """The transformers configuration of a tiny `llama`, `qwen3` or `hybrid` (Qwen3.5) target."""
-    from transformers import LlamaConfig, Qwen3_5TextConfig, Qwen3Config
+    """The transformers configuration of a tiny `llama`, `qwen3`, `gemma2`, `gemma3`, `granite`, or `hybrid`."""
+    from transformers import (
+        Gemma2Config,
+        Gemma3TextConfig,
+        GraniteConfig,
+        LlamaConfig,
+        Qwen3_5TextConfig,
+        Qwen3Config,
+    )
 
     common = {
         "vocab_size": VOCAB,
@@ -56,6 +63,12 @@ def target_config(kind: str) -> Any:
         return LlamaConfig(**common, tie_word_embeddings=True)
     if kind == "qwen3":
         return Qwen3Config(**common, tie_word_embeddings=False)
+    if kind == "gemma2":
+        return Gemma2Config(**common, final_logit_softcapping=2.0)
+    if kind == "gemma3":
+        return Gemma3TextConfig(**common)
+    if kind == "granite":
+        return GraniteConfig(**common, embedding_multiplier=12.0, logits_scaling=8.0)
     return Qwen3_5TextConfig(
         **(common | {"head_dim": 16}),
         linear_num_value_heads=4,
@@ -81,6 +94,10 @@ def make_target(kind: str, folder: Path) -> Path:
 
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(target_config(kind), dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.empty_like(parameter).uniform_(-0.2, 0.2))  # norms as after training
     model.save_pretrained(folder)
     make_tokenizer(folder)
     return folder
@@ -124,7 +141,7 @@ def make_config(folder: Path, target: Path, chats: Path, **sections: dict[str, A
         "runs_dir": str(folder / "runs"),
     }
     for section, keys in sections.items():
-        tree[section] |= keys
+        tree.setdefault(section, {}).update(keys)
     path = folder / "tiny.yaml"
     path.write_text(yaml.safe_dump(tree), encoding="utf-8")
     return path

@@ -82,10 +82,16 @@ def draw_blocks(
     An anchor is a supervised token whose successor in the document is supervised too. Each document keeps the
     `anchors_per_document` candidates of smallest hash, and the batch the `max_anchors` of smallest hash among those.
     """
+    anchors = _draw_anchors(documents, anchors_per_document, max_anchors, seed, epoch)
+    return blocks_at(documents, anchors, block_size=block_size, mask_token_id=mask_token_id, gamma=gamma, pad_to=pad_to)
+
+
+def blocks_at(
+    documents: Documents, anchors: np.ndarray, *, block_size: int, mask_token_id: int, gamma: float, pad_to: int
+) -> Blocks:
+    """The blocks of the given anchors (int64, ascending places in the pack), padded as `draw_blocks` does."""
     starts_N = np.cumsum(documents.lengths_N) - documents.lengths_N
     document_T = np.repeat(np.arange(len(documents.lengths_N)), documents.lengths_N)
-    anchors = _draw_anchors(documents, starts_N, document_T, anchors_per_document, max_anchors, seed, epoch)
-
     padded = max(1, -(-len(anchors) // pad_to)) * pad_to
     keep_A = np.arange(padded) < len(anchors)
     anchors_A = np.zeros(padded, np.int64)
@@ -114,24 +120,24 @@ def draw_blocks(
     )
 
 
+def document_hashes(documents: Documents, seed: int, epoch: int) -> np.ndarray:
+    """uint64 [N]: what a document's random choices in one epoch are drawn from."""
+    epoch_key = _mix(_mix(np.array([seed], np.uint64)) + np.uint64(epoch))
+    return _mix(epoch_key ^ documents.keys_N)
+
+
 def _draw_anchors(
-    documents: Documents,
-    starts_N: np.ndarray,
-    document_T: np.ndarray,
-    anchors_per_document: int,
-    max_anchors: int,
-    seed: int,
-    epoch: int,
+    documents: Documents, anchors_per_document: int, max_anchors: int, seed: int, epoch: int
 ) -> np.ndarray:
     """int64, ascending: the chosen anchors' places in the pack."""
+    starts_N = np.cumsum(documents.lengths_N) - documents.lengths_N
+    document_T = np.repeat(np.arange(len(documents.lengths_N)), documents.lengths_N)
     supervised_T = documents.supervised_T
     follows_T = supervised_T[:-1] & supervised_T[1:] & (document_T[:-1] == document_T[1:])
     candidates_C = np.flatnonzero(follows_T)
     document_C = document_T[candidates_C]
     position_C = candidates_C - starts_N[document_C]
-    epoch_key = _mix(_mix(np.array([seed], np.uint64)) + np.uint64(epoch))
-    document_key_N = _mix(epoch_key ^ documents.keys_N)
-    hash_C = _mix(document_key_N[document_C] + position_C.astype(np.uint64))
+    hash_C = _mix(document_hashes(documents, seed, epoch)[document_C] + position_C.astype(np.uint64))
 
     by_document_then_hash = np.lexsort((hash_C, document_C))
     first_of_document_C = np.searchsorted(document_C, document_C)

@@ -59,6 +59,10 @@ class DrafterConfig:
     """Tokens that a sliding layer sees, the current one included."""
     is_causal: bool | None
     """Whether offsets in a block see only earlier ones; None: in sliding layers they do, in full layers they do not."""
+    input_embedding_scale: float = 1.0
+    """What the target multiplies its embedding rows by (Gemma); engines look the rows up themselves."""
+    final_logit_softcapping: float | None = None
+    """The target's bound on its logits, which the drafter's get too."""
 
     def __post_init__(self) -> None:
         _check_shape(self)
@@ -112,6 +116,10 @@ class DrafterConfig:
         }
         if self.is_causal is not None:
             tree["is_causal"] = self.is_causal
+        if self.input_embedding_scale != 1.0:
+            tree["dflash_config"]["input_embedding_scale"] = self.input_embedding_scale
+        if self.final_logit_softcapping is not None:
+            tree["dflash_config"]["final_logit_softcapping"] = self.final_logit_softcapping
         return tree
 
     @classmethod
@@ -136,6 +144,8 @@ class DrafterConfig:
             layer_types=tuple(tree["layer_types"]),
             sliding_window=tree.get("sliding_window"),
             is_causal=tree.get("is_causal"),
+            input_embedding_scale=nested.get("input_embedding_scale", 1.0),
+            final_logit_softcapping=nested.get("final_logit_softcapping"),
         )
 
 
@@ -175,6 +185,8 @@ def resolve(settings: DrafterSettings, target_config: Any, tokenizer_length: int
         layer_types=layer_types,
         sliding_window=settings.sliding_window if SLIDING in layer_types else None,
         is_causal=settings.is_causal,
+        input_embedding_scale=_embedding_scale(target_config),
+        final_logit_softcapping=getattr(target_config, "final_logit_softcapping", None),
     )
 
 
@@ -197,6 +209,11 @@ def is_hybrid(target_config: Any) -> bool:
     attention = (FULL, SLIDING, "chunked_attention")
     partial = parameters.get("partial_rotary_factor") or getattr(target_config, "partial_rotary_factor", None) or 1.0
     return any(kind not in attention for kind in layer_types) or partial != 1.0 or "mrope_section" in parameters
+
+
+def _embedding_scale(target_config: Any) -> float:
+    """Gemma's factor. That there is no other one is checked where the target is loaded."""
+    return target_config.hidden_size**0.5 if target_config.model_type.startswith("gemma") else 1.0
 
 
 def _geometry(settings: DrafterSettings, target_config: Any) -> tuple[int, int, int]:

@@ -1,5 +1,7 @@
 """The frozen target's forward, with the residual stream captured after each tapped layer.
 
+Where the last hidden state is asked for, it is one more tap behind the others: after the target's own final norm.
+
 Shape suffixes: R rows, L padded length, T tokens of the pack, H hidden size, F = K * H features of K taps.
 """
 
@@ -21,19 +23,25 @@ class TargetForward:
     """Runs documents through the frozen target and writes their captured states, packed, into a buffer."""
 
     def __init__(
-        self, folder: Path | str, settings: TargetConfig, layer_ids: tuple[int, ...], device: torch.device
+        self,
+        folder: Path | str,
+        settings: TargetConfig,
+        layer_ids: tuple[int, ...],
+        device: torch.device,
+        last_state: bool = False,
     ) -> None:
-        self._model = load_taps(folder, settings, layer_ids[-1], device)
+        self._model = load_taps(folder, settings, None if last_state else layer_ids[-1] + 1, device)
         self._device = device
         self._layers = self._model.layers
         self._layer_ids = layer_ids
+        self._last_state = last_state
         self.hidden_size: int = self._model.config.get_text_config().hidden_size
         self.dtype: torch.dtype = next(self._model.parameters()).dtype
 
     @property
     def features(self) -> int:
         """F: values captured for each token."""
-        return self.hidden_size * len(self._layer_ids)
+        return self.hidden_size * (len(self._layer_ids) + self._last_state)
 
     @torch.inference_mode()
     def capture(self, tokens_T: Tensor, lengths_N: np.ndarray, out_TF: Tensor) -> None:
@@ -63,10 +71,12 @@ class TargetForward:
             for tap, layer in enumerate(self._layer_ids)
         ]
         try:
-            self._model(input_ids=self._to_device(ids_RL), use_cache=False)
+            output = self._model(input_ids=self._to_device(ids_RL), use_cache=False)
         finally:
             for handle in handles:
                 handle.remove()
+        if self._last_state:
+            keep(len(self._layer_ids), output.last_hidden_state)
 
     def _to_device(self, tensor: Tensor) -> Tensor:
         if self._device.type == "cuda" and not tensor.is_pinned():

@@ -76,9 +76,11 @@ def torch_dtype(name: str, device: torch.device) -> torch.dtype:
     return dtype
 
 
-def load_taps(folder: Path | str, settings: TargetConfig, last_tap: int, device: torch.device) -> Any:
-    """The frozen decoder with its layers 0..last_tap alone: no later layer, no head."""
-    config = truncated_config(full_config(folder, settings.trust_remote_code), last_tap + 1)
+def load_taps(folder: Path | str, settings: TargetConfig, layers: int | None, device: torch.device) -> Any:
+    """The frozen decoder with its first `layers` layers alone, or all of them (None): no later layer, no head."""
+    config = full_config(folder, settings.trust_remote_code)
+    if layers is not None:
+        config = truncated_config(config, layers)
     decoder = _load(folder, settings, config, device).get_decoder()
     if not hasattr(decoder, "layers"):
         raise UserError(
@@ -90,10 +92,41 @@ def load_taps(folder: Path | str, settings: TargetConfig, last_tap: int, device:
 def load_ends(folder: Path | str, settings: TargetConfig, device: torch.device) -> TargetEnds:
     """The embedding and the head. Read through a model of one layer: ties and key prefixes are transformers' care."""
     config = truncated_config(full_config(folder, settings.trust_remote_code), 1)
-    model = _load(folder, settings, config, device)
-    head = model.get_output_embeddings()
-    softcap = getattr(config.get_text_config(), "final_logit_softcapping", None)
-    return TargetEnds(model.get_input_embeddings(), head.weight.detach(), softcap)
+    return ends_of(_load(folder, settings, config, device), folder)
+
+
+@torch.no_grad()
+def ends_of(model: Any, folder: Path | str) -> TargetEnds:
+    """The ends of a loaded target; UserError where it does more to its embeddings or logits than we know.
+
+    Such as Granite's multipliers: a drafter trained without them would fit another model. So both ends are compared
+    with what the target itself computes for a few tokens.
+    """
+    softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+    ends = TargetEnds(model.get_input_embeddings(), model.get_output_embeddings().weight.detach(), softcap)
+    seen: dict[str, Tensor] = {}
+    decoder = model.get_decoder()
+    hooks = [
+        decoder.layers[0].register_forward_pre_hook(
+            lambda layer, inputs, named: seen.update(embedded=inputs[0] if inputs else named["hidden_states"]),
+            with_kwargs=True,
+        ),
+        decoder.register_forward_hook(lambda decoder, inputs, output: seen.update(last=output.last_hidden_state)),
+    ]
+    ids_1T = torch.arange(min(8, ends.head_weight.shape[0]), device=ends.head_weight.device)[None]
+    try:
+        logits_TV = model(input_ids=ids_1T, use_cache=False).logits[0]
+    finally:
+        for hook in hooks:
+            hook.remove()
+    pairs = {"embedding": (ends.embed(ids_1T), seen["embedded"]), "head": (ends.logits(seen["last"][0]), logits_TV)}
+    for end, (ours, theirs) in pairs.items():
+        if not (ours.float() - theirs.float()).norm() <= 0.01 * theirs.float().norm():
+            raise UserError(
+                f"target {folder}: a {type(model).__name__} does more in its {end} than the table, a final soft-cap or "
+                "Gemma's scale, and a drafter would not fit it; it is not supported"
+            )
+    return ends
 
 
 def load_full(folder: Path | str, settings: TargetConfig, device: torch.device) -> Any:
@@ -129,6 +162,10 @@ def _load(folder: Path | str, settings: TargetConfig, config: Any, device: torch
                 output_loading_info=True,
             )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        if "does not support an attention implementation" in str(error):
+            raise UserError(
+                f"target {folder} does not support target.attention={settings.attention}; set target.attention=eager"
+            ) from None
         raise UserError(f"target {folder} cannot be loaded: {_one_line(error)}") from None
     if loading["missing_keys"] or loading["mismatched_keys"]:
         wrong = sorted(map(str, [*loading["missing_keys"], *loading["mismatched_keys"]]))

@@ -14,12 +14,15 @@ from torch import Tensor
 from dflash_dist.config import Config
 from dflash_dist.data.schedule import Work
 from dflash_dist.data.store import TokenStore
-from dflash_dist.drafter.anchors import Blocks, BlockTensors, default_gamma, draw_blocks
+from dflash_dist.drafter.anchors import Blocks, BlockTensors, default_gamma, document_hashes, draw_blocks
 from dflash_dist.drafter.config import DrafterConfig
 from dflash_dist.target.packing import token_offsets
 
 ANCHOR_MULTIPLE = 8
 """On the CPU the anchors are padded to a multiple of this; on CUDA to their largest number: shapes are fixed."""
+
+NOISE_SEED = 1 << 32
+"""Sets the noise's hashes apart from the anchors'."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,8 @@ class DrafterBatch:
     documents_T: Tensor
     """int64 number of each token's document in the pack; -1 in the padding."""
     blocks: Blocks
+    noise_seeds: list[int]
+    """What each document's noise is drawn from."""
 
     def to(self, device: torch.device) -> tuple[Tensor, Tensor, BlockTensors]:
         """(positions_T, documents_T, blocks) on `device`; copies from pinned memory do not hold up the host."""
@@ -73,6 +78,7 @@ class BatchLoader:
             self._tensor(np.pad(token_offsets(lengths_N), (0, padding))),
             self._tensor(np.pad(np.repeat(np.arange(len(lengths_N)), lengths_N), (0, padding), constant_values=-1)),
             blocks,
+            document_hashes(documents, NOISE_SEED ^ self._config.train.seed, work.epoch).view(np.int64).tolist(),
         )
 
     def _tensor(self, array: np.ndarray) -> Tensor:

@@ -12,6 +12,7 @@ from dflash_dist.config import Config
 from dflash_dist.data.schedule import Schedule
 from dflash_dist.data.store import TokenStore
 from dflash_dist.drafter.config import DrafterConfig
+from dflash_dist.drafter.loss import Objective
 from dflash_dist.topology import Topology
 from dflash_dist.train.control import Control
 from dflash_profiling.record import TraceWindow
@@ -37,6 +38,11 @@ class RankContext:
     pair_groups: dict[tuple[int, int], dist.ProcessGroup]
     start_step: int
     """Steps that are done already."""
+
+    @property
+    def objective(self) -> Objective:
+        """What the drafter is trained on."""
+        return Objective.of(self.config.objective)
 
     @property
     def leads(self) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor
 from dflash_dist.data.schedule import Work
 from dflash_dist.drafter.loss import SUMS, block_sums
 from dflash_dist.drafter.model import DFlashDrafter
+from dflash_dist.drafter.noise import add_noise_, noise_scale
 from dflash_dist.target.load import TargetEnds, torch_dtype
 from dflash_dist.train.batches import BatchLoader, DrafterBatch
 from dflash_dist.train.context import RankContext
@@ -42,9 +43,10 @@ def drafter_loop(
     for step in range(context.start_step + 1, schedule.total_steps + 1):
         context.trace.advance(step)
         optimizer.zero_grad()
+        noise = noise_scale(context.config.noise, step, schedule.total_steps)
         stats = torch.zeros(context.config.schedule.batches_per_step, len(SUMS) + 1, device=context.device)
         for work, batch in batches.take(step, "train"):
-            sums = batch_sums(context, source, model, ends, work, batch)
+            sums = batch_sums(context, source, model, ends, work, batch, noise)
             with span("backward"):
                 sums[0].backward()
             source.release(work)
@@ -73,7 +75,8 @@ def warm_up(context: RankContext, model: DFlashDrafter, ends: TargetEnds) -> Non
     if work is None:
         return
     batch = BatchLoader(context.store, context.config, context.drafter, context.device).load(work)
-    source = ZeroSource(model.fc.in_features, ends.head_weight.dtype, context.device)
+    features = context.drafter.hidden_size * context.objective.captured_states(context.drafter)
+    source = ZeroSource(features, ends.head_weight.dtype, context.device)
     batch_sums(context, source, model, ends, work, batch)[0].backward()
     with torch.no_grad():
         batch_sums(context, source, model, ends, work, batch)
@@ -86,17 +89,28 @@ def batch_sums(
     ends: TargetEnds,
     work: Work,
     batch: DrafterBatch,
+    noise: float = 0.0,
 ) -> Tensor:
-    """The sums of `drafter.loss.SUMS` over one batch, fp32; the first carries the gradient."""
+    """The sums of `drafter.loss.SUMS` over one batch, fp32; the first carries the gradient.
+
+    `noise`: the scale of the noise on the features.
+    """
     with span("receive"):
         features_TF = source.receive(work, batch)
+    taps, objective = len(context.drafter.target_layer_ids), context.objective
+    last_TH = features_TF[:, model.fc.in_features :] if objective.needs_last_state else None
+    features_TF = features_TF[:, : model.fc.in_features]
+    if noise:
+        add_noise_(features_TF, context.config.noise, noise, batch.lengths_N.tolist(), batch.noise_seeds, taps)
     positions_T, documents_T, blocks = batch.to(context.device)
     dtype = torch_dtype(context.config.train.dtype, context.device)
     with (
         span("draft_forward"),
         torch.autocast(context.device.type, dtype, enabled=dtype != torch.float32),
     ):
-        return block_sums(model, ends, features_TF, positions_T, documents_T, blocks, chunk=HEAD_CHUNK_BLOCKS)
+        return block_sums(
+            model, ends, features_TF, positions_T, documents_T, blocks, HEAD_CHUNK_BLOCKS, objective, last_TH
+        )
 
 
 @torch.no_grad()

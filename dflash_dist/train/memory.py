@@ -10,6 +10,7 @@ import torch
 
 from dflash_dist.config import Config
 from dflash_dist.drafter.config import DrafterConfig
+from dflash_dist.drafter.loss import Objective
 from dflash_dist.errors import UserError
 from dflash_dist.target.load import torch_dtype, truncated_config
 from dflash_dist.topology import Topology
@@ -31,8 +32,10 @@ def rank_memory(config: Config, topology: Topology, target_config: Any, drafter:
     bytes_per_value = torch_dtype(config.target.dtype, torch.device(device)).itemsize
     hidden, vocab = drafter.hidden_size, drafter.vocab_size
     slots = config.schedule.ring_slots
-    slot = config.schedule.token_budget * hidden * len(drafter.target_layer_ids) * bytes_per_value
-    layers = _decoder_parameters(target_config, drafter.target_layer_ids[-1] + 1) * bytes_per_value
+    objective = Objective.of(config.objective)
+    slot = config.schedule.token_budget * hidden * objective.captured_states(drafter) * bytes_per_value
+    run_layers = drafter.num_target_layers if objective.needs_last_state else drafter.target_layer_ids[-1] + 1
+    layers = _decoder_parameters(target_config, run_layers) * bytes_per_value
     target = {"target layers": layers}
     train = {
         "drafter masters, gradients, moments": drafter_parameters(drafter) * MASTER_BYTES,

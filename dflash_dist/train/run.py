@@ -130,9 +130,7 @@ def _connected_group(ranks: list[int], rank: int, device: torch.device) -> dist.
 
 
 def _run_target(context: RankContext, clock: WaitClock) -> None:
-    forward = TargetForward(
-        context.target_folder, context.config.target, context.drafter.target_layer_ids, context.device
-    )
+    forward = _target_forward(context)
     settings = context.config.schedule
     channels = {}
     for drafter in range(context.topology.drafters):
@@ -143,6 +141,16 @@ def _run_target(context: RankContext, clock: WaitClock) -> None:
         _warm_up_target(context, forward, channels)
     dist.barrier()
     target_loop(context, forward, channels, clock)
+
+
+def _target_forward(context: RankContext) -> TargetForward:
+    return TargetForward(
+        context.target_folder,
+        context.config.target,
+        context.drafter.target_layer_ids,
+        context.device,
+        last_state=context.objective.needs_last_state,
+    )
 
 
 def _warm_up_target(context: RankContext, forward: TargetForward, channels: dict[int, SendChannel]) -> None:
@@ -167,7 +175,7 @@ def _run_drafter(context: RankContext, clock: WaitClock) -> None:
         optimizer.load_state_dict(checkpoint.load_moments())
     forward = None
     if context.topology.shared:
-        forward = TargetForward(context.target_folder, config.target, context.drafter.target_layer_ids, device)
+        forward = _target_forward(context)
     dist.barrier()
     source: FeatureSource = (
         LocalSource(forward, config.schedule.token_budget, device)
@@ -206,7 +214,7 @@ def _model(context: RankContext, fresh: bool) -> DFlashDrafter:
 def _receive_channels(context: RankContext, dtype: torch.dtype, clock: WaitClock) -> dict[int, ReceiveChannel]:
     settings, drafter = context.config.schedule, context.topology.drafter_of(context.rank)
     assert drafter is not None
-    features = context.drafter.hidden_size * len(context.drafter.target_layer_ids)
+    features = context.drafter.hidden_size * context.objective.captured_states(context.drafter)
     channels = {}
     for target in range(context.topology.targets):
         peer = context.topology.target_rank(target)

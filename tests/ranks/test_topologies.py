@@ -118,3 +118,25 @@ def test_an_outer_torchrun_works_too(make: Maker) -> None:
     assert done.returncode == 0, done.stderr
     assert (config.parent / "runs/outer/summary.json").exists()
     assert len(metrics(config, "outer")) == 8
+
+
+@pytest.mark.parametrize("kind", ["hybrid", pytest.param("llama", marks=pytest.mark.full)])
+def test_objectives_on_the_targets_distribution_train_alike(make: Maker, kind: str) -> None:
+    """The last state travels as one more tap, and noise does not depend on the topology."""
+    config = make(
+        kind,
+        objective={"kind": "kl", "weights": "dpace"},
+        noise={"kind": "gaussian", "scale": 0.2, "schedule": "cosine"},
+    )
+    runs = {}
+    for topo in ("1-1", "2-2", "x1"):
+        train(config, topo, topo)
+        runs[topo] = metrics(config, topo)
+    first = runs["1-1"]
+    assert first[-1]["loss"] < first[0]["loss"]
+    for topo, rows in runs.items():
+        for row, expected in zip(rows, first, strict=True):
+            for key in ("loss", "grad_norm", "val_loss"):
+                assert row.get(key, 0) == pytest.approx(expected.get(key, 0), rel=1e-4), (topo, row["step"], key)
+    train(config, "1-1", "quiet", "noise.kind=none")
+    assert metrics(config, "quiet")[0]["loss"] != first[0]["loss"]

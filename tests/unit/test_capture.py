@@ -49,6 +49,35 @@ def test_packed_states_equal_those_of_each_document_alone(kind: str, tmp_path: P
         torch.testing.assert_close(part, expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
 
 
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "hybrid", "gemma2", "gemma3"])
+def test_the_last_state_and_the_ends_give_the_targets_own_logits(kind: str, tmp_path: Path) -> None:
+    """Final norms with gain w and 1 + w, tied and own heads, scaled embeddings, soft-capped logits."""
+    folder = make_target(kind, tmp_path)
+    attention = "eager" if kind == "gemma2" else "sdpa"
+    settings = TargetConfig(model=str(folder), dtype="float32", attention=attention)
+    forward = TargetForward(folder, settings, tuple(TAPS), CPU, last_state=True)
+    assert forward.features == HIDDEN * (len(TAPS) + 1)
+    lengths_N = np.array([7, 31, 12])
+    tokens_T = torch.randint(0, VOCAB, (int(lengths_N.sum()),), generator=torch.Generator().manual_seed(0))
+    out_TF = torch.full((len(tokens_T), forward.features), torch.nan)
+    forward.capture(tokens_T, lengths_N, out_TF)
+
+    whole, ends = load_full(folder, settings, CPU), load_ends(folder, settings, CPU)
+    for part, ids in zip(out_TF.split(lengths_N.tolist()), tokens_T.split(lengths_N.tolist()), strict=True):
+        with torch.no_grad():
+            output = whole(input_ids=ids[None], output_hidden_states=True)
+        assert output.logits.std() > 0.01
+        torch.testing.assert_close(ends.logits(part[:, -HIDDEN:]), output.logits[0], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(part[:, :HIDDEN], output.hidden_states[TAPS[0] + 1][0], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(ends.embed(ids), output.hidden_states[0][0], rtol=1e-6, atol=0)
+
+
+def test_a_target_with_multipliers_of_its_own_is_refused(tmp_path: Path) -> None:
+    folder = make_target("granite", tmp_path)
+    with pytest.raises(UserError, match=r"a GraniteForCausalLM does more in its embedding than the table"):
+        load_ends(folder, TargetConfig(model=str(folder), dtype="float32"), CPU)
+
+
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "hybrid"])
 def test_ends_equal_the_whole_models(kind: str, tmp_path: Path) -> None:
     folder = make_target(kind, tmp_path)
