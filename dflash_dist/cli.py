@@ -57,6 +57,55 @@ def prepare(config: ConfigOption, overrides: Overrides = None) -> None:
 
 
 @app.command()
+def regenerate(
+    config: ConfigOption,
+    out: Annotated[Path, typer.Option("--out", help="JSONL file to write, for data.sources; not overwritten.")],
+    url: Annotated[str | None, typer.Option("--url", help="OpenAI-compatible server, up to /v1.")] = None,
+    model: Annotated[str | None, typer.Option("--model", help="The server's name of the target.")] = None,
+    temperature: Annotated[float, typer.Option("--temperature", min=0, help="0: greedy.")] = 0.7,
+    top_p: Annotated[float, typer.Option("--top-p", min=1e-6, max=1)] = 0.8,
+    top_k: Annotated[int, typer.Option("--top-k", min=0, help="0: no limit.")] = 20,
+    max_new_tokens: Annotated[
+        int | None, typer.Option("--max-new-tokens", min=1, help="Of one answer; data.max_length by default.")
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed")] = 0,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Chats in a batch, or requests in flight.")] = 16,
+    max_rows: Annotated[int | None, typer.Option("--max-rows", min=1, help="Of each source.")] = None,
+    device: DeviceOption = "auto",
+    overrides: Overrides = None,
+) -> None:
+    """Rewrite the answers of the config's chats with the target itself; the same command goes on after a stop."""
+    _check_device_name(device)
+    from dflash_dist.commands import regenerate_command
+    from dflash_dist.config import load_config
+    from dflash_dist.data.regenerate import Sampling
+
+    settings = load_config(config, [*(overrides or []), *([f"data.max_rows={max_rows}"] if max_rows else [])])
+    sampling = Sampling(temperature, top_p, top_k, max_new_tokens or settings.data.max_length, seed)
+    regenerate_command(settings, out, sampling, url, model, batch, device)
+    print(out)
+
+
+@app.command()
+def inspect(
+    config: ConfigOption,
+    row: Annotated[int | None, typer.Option("--row", help="Row of the token store, from 0.")] = None,
+    messages: Annotated[Path | None, typer.Option("--messages", help="JSON file of one chat, in place of a row.")] = None,
+    drafter: Annotated[Path | None, typer.Option("--drafter", help="Exported drafter folder to try on the row.")] = None,
+    anchors: Annotated[str | None, typer.Option("--anchors", help="Token places in the row, such as 35,40.")] = None,
+    device: DeviceOption = "auto",
+    as_json: JsonOption = False,
+    overrides: Overrides = None,
+) -> None:
+    """Show a training row with its supervised tokens marked, and what a drafter makes of it."""
+    _check_device_name(device)
+    from dflash_dist.commands import inspect_command
+    from dflash_dist.config import load_config
+
+    inspect_command(load_config(config, overrides or []), row, messages, drafter, anchors, device, as_json)
+
+
+@app.command()
 def train(
     config: ConfigOption,
     topo: Annotated[str, typer.Option("--topo", help="T-D such as 3-1, or xN such as x2.")],
@@ -88,35 +137,49 @@ def evaluate(
     run: Annotated[Path | None, typer.Option("--run", help="Run folder, or its name under runs/.")] = None,
     drafter: Annotated[Path | None, typer.Option("--drafter", help="Exported drafter folder.")] = None,
     target: Annotated[str | None, typer.Option("--target", help="Target folder, hub name or package:NAME.")] = None,
-    prompts: Annotated[Path | None, typer.Option("--prompts", help="JSONL file with `messages`.")] = None,
+    prompts: Annotated[
+        Path | None, typer.Option("--prompts", help="JSONL file with `messages`, or .txt with a prompt a line.")
+    ] = None,
     max_new_tokens: Annotated[int | None, typer.Option("--max-new-tokens", min=1)] = None,
+    temperature: Annotated[float | None, typer.Option("--temperature", help="0 is greedy, the default.")] = None,
+    top_p: Annotated[float | None, typer.Option("--top-p", help="Sample from this share of probability.")] = None,
+    top_k: Annotated[int | None, typer.Option("--top-k", help="Sample from this many tokens; 0 is all.")] = None,
+    seed: Annotated[int | None, typer.Option("--seed", help="Of the sampling.")] = None,
     device: DeviceOption = "auto",
     as_json: JsonOption = False,
 ) -> None:
-    """Measure tau by real speculative decoding."""
+    """Measure tau by real speculative decoding.
+
+    Prompts are those that the run kept out of training, or the bundled ones for a drafter and a target.
+    """
     _check_device_name(device)
     from dflash_dist.commands import evaluate_command
+    from dflash_dist.evaluate.table import as_table
 
-    figures = evaluate_command(run, drafter, target, prompts, max_new_tokens, device)
-    if as_json:
-        print(json.dumps(figures))
-    else:
-        for name, value in figures.items():
-            print(f"{name:>24}  {value}")
+    given = {
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "seed": seed,
+    }
+    changes = {name: value for name, value in given.items() if value is not None}
+    figures = evaluate_command(run, drafter, target, prompts, changes, device)
+    print(json.dumps(figures) if as_json else as_table(figures))
 
 
 @app.command()
 def export(
     run: Annotated[Path, typer.Option("--run", help="Run folder, or its name under runs/.")],
     out: Annotated[Path, typer.Option("--out", help="Folder to write; it must not exist.")],
-    form: Annotated[str, typer.Option("--format", help="plain (z-lab, SGLang, vLLM).")] = "plain",
+    form: Annotated[str, typer.Option("--format", help="plain (z-lab, SGLang, vLLM) or speculators (vLLM).")] = "plain",
 ) -> None:
     """Write the newest checkpoint of a run as a drafter folder, and print how to serve it."""
-    if form != "plain":
-        raise UserError(f"export format {form!r} is not known; use --format plain")
+    if form not in ("plain", "speculators"):
+        raise UserError(f"export format {form!r} is not known; use --format plain or --format speculators")
     from dflash_dist.commands import export_command
 
-    for line in export_command(run, out):
+    for line in export_command(run, out, form):
         print(line)
 
 

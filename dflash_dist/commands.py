@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import re
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from dflash_dist.config import TargetConfig, load_config
+from dflash_dist import inspection
+from dflash_dist.config import Config, EvaluateConfig, TargetConfig, load_config
+from dflash_dist.data.regenerate import Sampling, regenerate
+from dflash_dist.data.regenerate_server import ServerWriter
+from dflash_dist.data.regenerate_target import TargetWriter
+from dflash_dist.drafter.model import DFlashDrafter
 from dflash_dist.errors import UserError
-from dflash_dist.evaluate.run import evaluate_drafter, evaluate_on, read_prompts
-from dflash_dist.export.plain import serve_commands
+from dflash_dist.evaluate.run import bundled_prompts, evaluate_drafter, evaluate_on, read_prompts
+from dflash_dist.export.plain import export_plain, serve_commands
+from dflash_dist.export.speculators import export_speculators
+from dflash_dist.target.load import full_config, load_tokenizer
 from dflash_dist.target.package import target_folder
 from dflash_dist.topology import Topology, check_devices, parse_topology
 from dflash_dist.train.launch import export_checkpoint, run_config
@@ -25,44 +36,117 @@ def evaluate_command(
     drafter: Path | None,
     target: str | None,
     prompts: Path | None,
-    max_new_tokens: int | None,
+    changes: dict[str, Any],
     device: str,
 ) -> dict[str, Any]:
-    """The figures of `dflash-dist eval`: of a run's export, or of a drafter folder with its target."""
+    """The figures of `dflash-dist eval`: of a run's export, or of a drafter folder with its target.
+
+    `changes`: keys of `EvaluateConfig` given on the command line.
+    """
     device_type = check_devices(parse_topology("x1"), torch.cuda.device_count(), device)
     if run is not None and drafter is None and target is None:
         folder = find_run(run)
         config = run_config(folder)
-        if max_new_tokens is not None:
-            config = run_config(folder, [f"evaluate.max_new_tokens={max_new_tokens}"])
+        config = dataclasses.replace(config, evaluate=dataclasses.replace(config.evaluate, **changes))
         exported = folder / "export" / "plain"
         if not exported.exists():
             raise UserError(f"run {folder} has no export yet; finish its training, or use `dflash-dist export` first")
         if prompts is None:
             figures = evaluate_drafter(config, exported, device_type)
             if figures is None:
-                raise UserError(f"run {folder} kept no document out of training; give --prompts FILE.jsonl")
+                raise UserError(f"run {folder} kept no document out of training; give --prompts FILE")
             return figures
-        model, settings, kwargs = config.target.model, config.target, config.data.chat_template_kwargs
-        cache, tokens, drafter = Path(config.cache_dir), config.evaluate.max_new_tokens, exported
+        target_settings, settings, kwargs = config.target, config.evaluate, config.data.chat_template_kwargs
+        cache, drafter = Path(config.cache_dir), exported
     elif run is None and drafter is not None and target is not None:
-        if prompts is None:
-            raise UserError("--drafter and --target need --prompts FILE.jsonl, a file of chats with `messages`")
-        model, settings, kwargs = target, TargetConfig(model=target), {}
-        cache, tokens = Path(CACHE), max_new_tokens or 64
+        target_settings, settings, kwargs = TargetConfig(model=target), EvaluateConfig(**changes), {}
+        cache, prompts = Path(CACHE), prompts or bundled_prompts()
     else:
-        raise UserError("give either --run R, or --drafter D with --target T and --prompts F")
+        raise UserError("give either --run R, or --drafter D with --target T")
     return evaluate_on(
-        read_prompts(prompts), drafter, target_folder(model, cache), settings, device_type, tokens, kwargs
+        read_prompts(prompts),
+        drafter,
+        target_folder(target_settings.model, cache),
+        target_settings,
+        device_type,
+        settings,
+        kwargs,
     )
 
 
-def export_command(run: Path, out: Path) -> list[str]:
-    """Exports a run's newest checkpoint to `out`; returns the folder and the serve commands, a line each."""
+def regenerate_command(
+    config: Config, out: Path, sampling: Sampling, url: str | None, model: str | None, batch: int, device: str
+) -> None:
+    """Writes the config's chats with the target's own answers to `out`: a server's at `url`, else made here."""
+    if url is None and model is not None:
+        raise UserError(f"--model {model} is the name at a server; give its --url too, or set target.model=")
+    settings: dict[str, Any] = {"target": config.target.model, "batch": batch} | dataclasses.asdict(sampling)
+    kwargs = config.data.chat_template_kwargs
+    if url is not None:
+        name = model or config.target.model
+        settings |= {"url": url, "model": name}
+        regenerate(config, out, settings, lambda: ServerWriter(url, name, kwargs, sampling, batch))
+        return
+    device_type = check_devices(parse_topology("x1"), torch.cuda.device_count(), device)
+    folder = target_folder(config.target.model, Path(config.cache_dir))
+    settings |= {"dtype": config.target.dtype, "device": device_type}
+    regenerate(
+        config,
+        out,
+        settings,
+        lambda: TargetWriter(folder, config.target, kwargs, sampling, batch, torch.device(device_type)),
+    )
+
+
+def inspect_command(
+    config: Config,
+    number: int | None,
+    messages: Path | None,
+    drafter: Path | None,
+    anchors: str | None,
+    device: str,
+    as_json: bool,
+) -> None:
+    """Prints a row of the store, or of the chat in the file `messages`, with a drafter's outcome at the anchors."""
+    if number is None and messages is None:
+        raise UserError("give --row N, a row of the token store, or --messages FILE.json, a chat")
+    if (drafter is None) != (anchors is None):
+        raise UserError("--drafter D and --anchors A,B,... go together: give both or neither")
+    if messages is None:
+        assert number is not None
+        row = inspection.stored_row(config, number)
+    else:
+        row = inspection.chat_row(config, messages, number)
+    outcomes = {}
+    if drafter is not None and anchors is not None:
+        if not re.fullmatch(r"-?\d+(,-?\d+)*", anchors):
+            raise UserError(f"--anchors {anchors!r} must be token places such as 35,40")
+        device_type = check_devices(parse_topology("x1"), torch.cuda.device_count(), device)
+        places = [int(place) for place in anchors.split(",")]
+        outcomes = inspection.block_outcomes(config, row, drafter, places, torch.device(device_type))
+    if as_json:
+        print(inspection.as_json(row, outcomes))
+    else:
+        folder = target_folder(config.target.model, Path(config.cache_dir))
+        inspection.print_row(row, outcomes, load_tokenizer(folder, config.target.trust_remote_code))
+
+
+def export_command(run: Path, out: Path, form: str) -> list[str]:
+    """Exports a run's newest checkpoint to `out` as `form`, plain or speculators.
+
+    Returns the folder and the serve commands, a line each.
+    """
     folder = find_run(run)
-    export_checkpoint(folder, out)
     config = run_config(folder)
-    return [f"{out}", *serve_commands(out, str(target_folder(config.target.model, Path(config.cache_dir))))]
+    target_files = target_folder(config.target.model, Path(config.cache_dir))
+    local = config.target.model.startswith("package:") or Path(config.target.model).expanduser().exists()
+    target = str(target_files.absolute()) if local else config.target.model
+    write: Callable[[DFlashDrafter, Path], None] = export_plain
+    if form == "speculators":
+        architectures = full_config(target_files, config.target.trust_remote_code).architectures or []
+        write = functools.partial(export_speculators, verifier=target, verifier_architectures=architectures)
+    export_checkpoint(folder, out, write)
+    return [f"{out}", *serve_commands(out, target)]
 
 
 def profile_command(

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from dflash_dist.check import check, environment, has_errors
 from dflash_dist.config import Config, config_difference, config_text, load_config
 from dflash_dist.data.prepare import print_report
+from dflash_dist.drafter.model import DFlashDrafter
 from dflash_dist.errors import UserError
 from dflash_dist.evaluate.run import evaluate_drafter
 from dflash_dist.export.plain import export_plain, serve_commands
@@ -144,10 +145,13 @@ def write_text(path: Path, text: str) -> None:
         raise UserError(f"{path} cannot be written: {error}; free some space and start again") from None
 
 
-def export_checkpoint(run_folder: Path, folder: Path, replace: bool = False) -> None:
-    """Writes the newest checkpoint of a run as a plain drafter folder."""
-    from dflash_dist.drafter.model import DFlashDrafter
-
+def export_checkpoint(
+    run_folder: Path,
+    folder: Path,
+    write: Callable[[DFlashDrafter, Path], None] = export_plain,
+    replace: bool = False,
+) -> None:
+    """Writes the newest checkpoint of a run as a drafter folder of the format that `write` gives it."""
     checkpoint = newest_checkpoint(run_folder / "checkpoints")
     if checkpoint is None:
         raise UserError(f"run {run_folder} has no whole checkpoint to export; train it further")
@@ -155,7 +159,7 @@ def export_checkpoint(run_folder: Path, folder: Path, replace: bool = False) -> 
     checkpoint.load_weights(model)
     if replace and folder.exists():
         shutil.rmtree(folder)
-    export_plain(model, folder)
+    write(model, folder)
 
 
 def run_config(run_folder: Path, overrides: Sequence[str] = ()) -> Config:

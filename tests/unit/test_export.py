@@ -7,7 +7,9 @@ from safetensors.torch import load_file, save_file
 
 from dflash_dist.drafter.model import DFlashDrafter
 from dflash_dist.errors import UserError
-from dflash_dist.export.plain import export_plain, load_drafter, serve_commands, tensor_shapes
+from dflash_dist.export import folder as folder_module
+from dflash_dist.export.folder import tensor_shapes
+from dflash_dist.export.plain import export_plain, load_drafter, serve_commands
 from tests.random_models import drafter_config, llama_config, random_drafter
 
 MIXED = {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 8}
@@ -113,6 +115,17 @@ def test_an_untrained_or_broken_drafter_is_not_exported(drafter, tmp_path):
             drafter.layers[1].mlp.up_proj.weight[0, 0] = value
         with pytest.raises(UserError, match=r"layers\.1\.mlp\.up_proj\.weight.*not finite"):
             export_plain(drafter, tmp_path / "broken")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_was_written_wrong_does_not_get_its_name(drafter, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        folder_module,
+        "save_file",
+        lambda tensors, path, metadata: save_file({"norm.weight": tensors["norm.weight"]}, path),
+    )
+    with pytest.raises(UserError, match="lacks 24"):
+        export_plain(drafter, tmp_path / "drafter")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -1,0 +1,95 @@
+"""The speculators export: a folder that the speculators package and vLLM load, with the plain export's tensors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from dflash_dist.drafter.config import FULL, SLIDING, DrafterConfig
+from dflash_dist.drafter.model import DFlashDrafter
+from dflash_dist.errors import UserError
+from dflash_dist.export.folder import write_folder
+
+_OWN_KEYS = ("architectures", "block_size", "dflash_config", "is_causal")
+"""Keys of the plain format that this one holds elsewhere."""
+
+
+def export_speculators(
+    drafter: DFlashDrafter, folder: Path | str, verifier: str, verifier_architectures: list[str]
+) -> None:
+    """Writes the drafter to `folder`, which must not exist; see `write_folder` for what else is refused.
+
+    `verifier`: the target's hub name or folder, and `verifier_architectures` the architectures in its config.json.
+    UserError where the format cannot say how the layers attend.
+    """
+    tree = to_speculators(drafter.config, verifier, verifier_architectures)
+    assert to_speculators(DrafterConfig.from_json(to_plain(tree)), verifier, verifier_architectures) == tree
+    write_folder(drafter, tree, folder)
+
+
+def is_speculators(tree: dict[str, Any]) -> bool:
+    """Whether a config.json is of this format; vLLM decides by the same key."""
+    return "speculators_config" in tree
+
+
+def to_speculators(config: DrafterConfig, verifier: str, verifier_architectures: list[str]) -> dict[str, Any]:
+    """The config.json of the format; UserError where it cannot say how the layers attend."""
+    causal = _causality(config)
+    plain = config.to_json()
+    return {
+        "architectures": plain["architectures"],
+        "speculators_model_type": "dflash",
+        "block_size": config.block_size,
+        "mask_token_id": config.mask_token_id,
+        "draft_vocab_size": config.vocab_size,
+        # Counted from the embedding's output, as transformers' hidden_states are.
+        "aux_hidden_state_layer_ids": [layer + 1 for layer in config.target_layer_ids],
+        "target_hidden_size": None,
+        "sample_from_anchor": False,
+        # True where no layer is sliding, too: vLLM 0.33 makes every layer causal where this is false.
+        "sliding_window_non_causal": not causal,
+        "transformer_layer_config": {
+            **{key: value for key, value in plain.items() if key not in _OWN_KEYS},
+            "is_causal": causal,
+        },
+        "speculators_config": {
+            "algorithm": "dflash",
+            "proposal_methods": [
+                {
+                    "proposal_type": "greedy",
+                    "speculative_tokens": config.block_size - 1,
+                    "accept_tolerance": 0.0,
+                    "verifier_accept_k": 1,
+                }
+            ],
+            "default_proposal_method": "greedy",
+            "verifier": {"name_or_path": verifier, "architectures": verifier_architectures},
+        },
+    }
+
+
+def to_plain(tree: dict[str, Any]) -> dict[str, Any]:
+    """A config.json of this format in the plain format's keys; what is missing stays missing."""
+    layer_config = tree.get("transformer_layer_config") or {}
+    plain = {key: value for key, value in layer_config.items() if key != "is_causal"}
+    if SLIDING in (layer_config.get("layer_types") or ()) and tree.get("sliding_window_non_causal"):
+        plain["is_causal"] = False
+    taps = tree.get("aux_hidden_state_layer_ids")
+    plain["block_size"] = tree.get("block_size")
+    plain["dflash_config"] = {
+        "mask_token_id": tree.get("mask_token_id"),
+        "target_layer_ids": taps and [number - 1 for number in taps],
+    }
+    return plain
+
+
+def _causality(config: DrafterConfig) -> bool:
+    """Whether the layers are causal: all of them, or none."""
+    causal = [layer for layer in range(config.num_hidden_layers) if config.causal(layer)]
+    full = [layer for layer in range(config.num_hidden_layers) if config.layer_types[layer] == FULL]
+    if causal and full:
+        raise UserError(
+            f"the drafter's layers {causal} are causal and {full} see the whole context, which the speculators format "
+            "cannot say: vLLM would make all layers causal; use --format plain"
+        )
+    return bool(causal)
