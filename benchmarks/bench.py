@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -36,30 +38,93 @@ def median_ms(work: Callable[[], object], repeats: int = 5) -> float:
 
 
 def log_normal_lengths(count: int) -> np.ndarray:
-    """int64 document lengths: median 1,500 tokens, cut at 8,192."""
-    drawn = np.random.default_rng(0).lognormal(np.log(1500), 0.8, count)
+    """int64 document lengths: median 1,500 tokens, 90 % under 4,200, cut at 8,192."""
+    drawn = np.random.default_rng(0).lognormal(np.log(1500), np.log(4200 / 1500) / 1.2816, count)
     return np.clip(drawn, 16, 8192).astype(np.int64)
 
 
-def bench_schedule() -> str:
-    """One epoch of 200,000 documents on 3-1."""
-    lengths = log_normal_lengths(200_000)
+SCHEDULE = ["schedule.token_budget=65536", "train.max_steps=null", "train.validate_every=0"]
+# Attention costs as much as all else where one document fills the budget.
+SCHEDULE += ["schedule.cost_fixed_us=5000", "schedule.cost_token_us=100", "schedule.cost_token_squared_us=0.0015"]
+
+
+def schedule_of(lengths: np.ndarray, topo: str, batches_per_step: int) -> Schedule:
+    """The schedule of one epoch of documents of these lengths."""
     store = SimpleNamespace(lengths=lengths, supervised_counts=lengths // 2, held_out=np.zeros(len(lengths), bool))
-    overrides = ["schedule.token_budget=65536", "train.max_steps=null", "train.validate_every=0"]
-    config = load_config("configs/smollm2.yaml", overrides)
-    start = time.perf_counter()
-    schedule = Schedule(store, config, parse_topology("3-1"))  # type: ignore[arg-type]
-    loads = [0, 0, 0]
-    tokens = []
-    for work in schedule.work():
-        loads[work.target] += work.tokens
-        tokens.append(work.tokens)
-    seconds = time.perf_counter() - start
-    fill = np.mean(tokens) / 65536
-    balance = max(loads) / (sum(loads) / 3)
+    config = load_config("configs/smollm2.yaml", [*SCHEDULE, f"schedule.batches_per_step={batches_per_step}"])
+    return Schedule(store, config, parse_topology(topo))  # type: ignore[arg-type]
+
+
+def bench_packing() -> str:
+    """How full the batches are, and whether a document's place in the epoch shows its length."""
+    lengths = log_normal_lengths(200_000)
+    works = list(schedule_of(lengths, "1-1", 6).work())
+    fill = np.mean([work.tokens for work in works]) / 65536
+    place = np.empty(len(lengths))
+    for number, work in enumerate(works):
+        place[work.documents] = number
+    ranks = [np.argsort(np.argsort(values, kind="stable"), kind="stable") for values in (lengths, place)]
+    correlation = np.corrcoef(ranks[0], ranks[1])[0, 1]
     return (
-        f"schedule, 200,000 documents: {seconds:.2f} s, budget filled {fill:.1%}, busiest target {balance:.4f} of mean"
+        f"packing, 200,000 documents: budget filled {fill:.2%}, padding 0 %, "
+        f"rank correlation of length and place {correlation:+.4f}"
     )
+
+
+def cost_us(lengths: np.ndarray) -> float:
+    """The cost model of `SCHEDULE`, for one batch."""
+    return 5000 + 100 * float(lengths.sum()) + 0.0015 * float((lengths.astype(np.float64) ** 2).sum())
+
+
+def next_fit(lengths: np.ndarray) -> list[float]:
+    """Costs of the batches that cutting the documents in the given order makes."""
+    batch_of = np.zeros(len(lengths), np.int64)
+    tokens = batch = 0
+    for i, length in enumerate(lengths.tolist()):
+        if tokens + length > 65536:
+            tokens, batch = 0, batch + 1
+        tokens += length
+        batch_of[i] = batch
+    return [cost_us(some) for some in np.split(lengths, np.flatnonzero(np.diff(batch_of)) + 1)]
+
+
+def worst_makespan(costs_us: list[float], targets_of: list[int], targets: int) -> float:
+    """The worst window of 32 batches a target: predicted time over its lower bound."""
+    window, worst = 32 * targets, 0.0
+    for begin in range(0, len(costs_us) - window + 1, window):
+        some = costs_us[begin : begin + window]
+        loads = np.bincount(targets_of[begin : begin + window], weights=some, minlength=targets)
+        worst = max(worst, loads.max() / max(sum(some) / targets, max(some)))
+    return worst
+
+
+def bench_makespan() -> str:
+    """Ours beside documents cut in shuffled order, and in order of length, both dealt round-robin."""
+    lines = []
+    for topo, per_step in (("3-1", 6), ("5-3", 6), ("16-8", 16), ("512-128", 256)):
+        targets = parse_topology(topo).targets
+        lengths = log_normal_lengths(35 * 32 * targets * (4 if targets < 100 else 1))
+        works = list(schedule_of(lengths, topo, per_step).work())
+        ours = [cost_us(lengths[work.documents]) for work in works]
+        figures = {"ours": worst_makespan(ours, [work.target for work in works], targets)}
+        for name, order in (("round-robin", lengths), ("length-sorted", np.sort(lengths))):
+            costs = next_fit(order)
+            figures[name] = worst_makespan(costs, [i % targets for i in range(len(costs))], targets)
+        lines.append(f"{topo} " + ", ".join(f"{name} {value:.4f}" for name, value in figures.items()))
+    return "makespan over its lower bound, 32 batches a target: " + "; ".join(lines)
+
+
+def bench_big_schedule() -> str:
+    """One epoch of 10 million documents, in a process of its own."""
+    code = (
+        "import resource, time; from benchmarks.bench import log_normal_lengths, schedule_of;"
+        "lengths = log_normal_lengths(10_000_000); start = time.perf_counter();"
+        "schedule = schedule_of(lengths, '5-3', 6); schedule.fingerprint();"
+        "print(f'{time.perf_counter() - start:.1f} s, "
+        "{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return f"schedule with hash, 10,000,000 documents on 5-3: {done.stdout.strip()}"
 
 
 def bench_store() -> str:
@@ -112,7 +177,7 @@ def bench_drafter(device: torch.device) -> str:
 def main() -> None:
     """Prints a line a benchmark."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    for bench in (bench_schedule, bench_store, lambda: bench_drafter(device)):
+    for bench in (bench_packing, bench_makespan, bench_big_schedule, bench_store, lambda: bench_drafter(device)):
         print(bench(), flush=True)
 
 

@@ -7,13 +7,15 @@ Packing documents into batches and batches into steps does not know the topology
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+import heapq
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
-from dflash_dist.config import Config, ScheduleConfig
+from dflash_dist.config import Config
+from dflash_dist.data.batching import pack
 from dflash_dist.data.store import TokenStore
 from dflash_dist.topology import Topology
 
@@ -106,32 +108,31 @@ class Schedule:
         return digest.hexdigest()
 
     def _pack(self, documents: np.ndarray) -> list[_Batch]:
-        """Documents in the given order, cut into batches within the budget."""
-        settings, lengths = self._config.schedule, self._store.lengths
-        cuts = batch_cuts(lengths[documents], settings.token_budget, settings.max_documents)
-        batches = []
-        for some in np.split(documents, cuts):
-            if len(some):
-                tokens = int(lengths[some].sum())
-                supervised = int(self._store.supervised_counts[some].sum())
-                batches.append(_Batch(some, tokens, supervised, predicted_cost_us(lengths[some], settings)))
-        return batches
+        """Documents in the given order, packed into batches."""
+        settings, store = self._config.schedule, self._store
+        groups = pack(store.lengths[documents], settings.token_budget, settings.max_documents)
+        if not groups:
+            return []
+        in_order = documents[np.concatenate(groups)]
+        starts = np.cumsum([0, *(len(group) for group in groups)])
+        lengths = store.lengths[in_order].astype(np.float64)
+        costs_us = settings.cost_token_us * lengths + settings.cost_token_squared_us * lengths**2
+        sums = [np.add.reduceat(x, starts[:-1]) for x in (lengths, store.supervised_counts[in_order], costs_us)]
+        return [
+            _Batch(in_order[begin:end], int(tokens), int(supervised), settings.cost_fixed_us + float(cost_us))
+            for begin, end, tokens, supervised, cost_us in zip(starts[:-1], starts[1:], *sums, strict=True)
+        ]
 
     def _place(self, batches: list[_Batch], loads_us: list[float]) -> list[tuple[int, int, int]]:
         """(batch, target, drafter) in order of predicted completion; the targets' loads go on from step to step."""
-        targets, drafters = self._topology.targets, self._topology.drafters
-        by_cost = sorted(range(len(batches)), key=lambda i: (-batches[i].cost_us, i))
-        finish_us: dict[int, float] = {}
-        target_of: dict[int, int] = {}
-        room = [-(-len(batches) // targets) if self._topology.shared else len(batches)] * targets
-        for i in by_cost:
-            target = min((t for t in range(targets) if room[t]), key=lambda t: (loads_us[t], t))
-            room[target] -= 1
-            loads_us[target] += batches[i].cost_us
-            finish_us[i], target_of[i] = loads_us[target], target
+        costs_us = [batch.cost_us for batch in batches]
         shared = self._topology.shared
-        drafter_of = target_of if shared else _share_out([b.supervised for b in batches], drafters)
-        order = sorted(finish_us, key=lambda i: (finish_us[i], target_of[i]))
+        target_of, finish_us = share_out(costs_us, loads_us, equal_counts=shared)
+        drafter_of = target_of
+        if not shared:
+            supervised = [batch.supervised for batch in batches]
+            drafter_of, _ = share_out(supervised, [0.0] * self._topology.drafters, equal_counts=True)
+        order = sorted(range(len(batches)), key=lambda i: (finish_us[i], target_of[i]))
         return [(i, target_of[i], drafter_of[i]) for i in order]
 
 
@@ -140,35 +141,20 @@ def shuffled(documents: np.ndarray, seed: int, epoch: int) -> np.ndarray:
     return np.random.default_rng([seed, epoch]).permutation(documents)
 
 
-def batch_cuts(lengths: np.ndarray, token_budget: int, max_documents: int) -> list[int]:
-    """Where to cut a sequence of documents so that each piece holds at most the budget's tokens and documents."""
-    cuts, tokens, start = [], 0, 0
-    for i, length in enumerate(lengths.tolist()):
-        assert length <= token_budget, f"document of {length} tokens in a budget of {token_budget}: prepare cuts them"
-        if i > start and (tokens + length > token_budget or i - start == max_documents):
-            cuts.append(i)
-            tokens, start = 0, i
-        tokens += length
-    return cuts
+def share_out(weights: Sequence[float], loads: list[float], *, equal_counts: bool) -> tuple[list[int], list[float]]:
+    """Gives each item to a part: heaviest first, always to the least loaded part. Adds the items to `loads` in place.
 
-
-def predicted_cost_us(lengths: np.ndarray, settings: ScheduleConfig) -> float:
-    """Predicted microseconds of one target forward: fixed, per token, and per squared token of each document."""
-    squared = float((lengths.astype(np.float64) ** 2).sum())
-    return (
-        settings.cost_fixed_us
-        + settings.cost_token_us * float(lengths.sum())
-        + settings.cost_token_squared_us * squared
-    )
-
-
-def _share_out(weights: list[int], parts: int) -> dict[int, int]:
-    """Item -> part: equally many items to each part (within one), near the same weight, heaviest items first."""
-    loads, room = [0] * parts, [-(-len(weights) // parts)] * parts
-    part_of = {}
+    Returns each item's part, and that part's load with the item. `equal_counts`: as many items to each, within one.
+    """
+    room = [-(-len(weights) // len(loads)) if equal_counts else len(weights)] * len(loads)
+    heap = [(load, part) for part, load in enumerate(loads)]
+    heapq.heapify(heap)
+    part_of, load_at = [0] * len(weights), [0.0] * len(weights)
     for i in sorted(range(len(weights)), key=lambda i: (-weights[i], i)):
-        part = min((p for p in range(parts) if room[p]), key=lambda p: (loads[p], p))
-        loads[part] += weights[i]
+        load, part = heapq.heappop(heap)
+        part_of[i], load_at[i] = part, load + weights[i]
+        loads[part] = load_at[i]
         room[part] -= 1
-        part_of[i] = part
-    return part_of
+        if room[part]:
+            heapq.heappush(heap, (load_at[i], part))
+    return part_of, load_at
