@@ -187,13 +187,19 @@ def ring(slots: int, max_tokens: int, features: int, dtype: torch.dtype, device:
     return [torch.zeros(max_tokens, features, dtype=dtype, device=device) for _ in range(slots)]
 
 
-def open_pair_groups(topology: Topology, rank: int, device: torch.device) -> dict[tuple[int, int], dist.ProcessGroup]:
+MAX_CTAS = 4
+"""Thread blocks that a message may occupy on a GPU: a receive that waits holds them, so they are few."""
+
+
+def open_pair_groups(
+    topology: Topology, rank: int, device: torch.device, max_ctas: int = MAX_CTAS
+) -> dict[tuple[int, int], dist.ProcessGroup]:
     """This rank's process group of each (target rank, drafter rank), connected and ready.
 
     Every rank makes all groups in the same order, and the first messages go out in that order too: connections are set
     up by the first message, and two ends that set up different ones first would wait for each other for ever.
     """
-    groups = {pair: dist.new_group(list(pair)) for pair in topology.pairs()}
+    groups = {pair: _pair_group(pair, device, max_ctas) for pair in topology.pairs()}
     token = torch.zeros(1, device=device)
     mine = {pair: group for pair, group in groups.items() if rank in pair}
     for (sender, receiver), group in mine.items():
@@ -203,3 +209,14 @@ def open_pair_groups(topology: Topology, rank: int, device: torch.device) -> dic
         if device.type == "cuda":
             torch.cuda.synchronize()  # sync: start-up only
     return mine
+
+
+def _pair_group(pair: tuple[int, int], device: torch.device, max_ctas: int) -> dist.ProcessGroup:
+    if device.type == "cpu":
+        group = dist.new_group(list(pair), backend="gloo")
+    else:
+        options = dist.ProcessGroupNCCL.Options()
+        options.config.max_ctas = max_ctas
+        group = dist.new_group(list(pair), backend="nccl", pg_options=options)
+    assert group is not None
+    return group

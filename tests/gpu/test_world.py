@@ -9,7 +9,7 @@ import torch
 from dflash_dist.data.store import Documents
 from dflash_dist.drafter.anchors import draw_blocks
 from dflash_dist.drafter.config import DrafterConfig
-from dflash_dist.drafter.loss import block_sums
+from dflash_dist.drafter.loss import Objective, block_sums
 from dflash_dist.drafter.model import DFlashDrafter
 from dflash_dist.target.load import TargetEnds
 from tests.ranks.cli import Running, dflash, metrics, train
@@ -57,23 +57,26 @@ def test_flex_equals_dense() -> None:
     padded = 1024
     torch.manual_seed(0)
     features = torch.randn(padded, 256, device="cuda")
+    last = torch.randn(padded, 128, device="cuda")
     document_T = torch.full((padded,), -1, device="cuda")
     document_T[:tokens] = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths))
     positions = torch.zeros(padded, dtype=torch.int64, device="cuda")
     positions[:tokens] = torch.from_numpy(np.concatenate([np.arange(n) for n in lengths]))
     embedding = torch.nn.Embedding(500, 128, device="cuda")
     ends = TargetEnds(embedding, torch.randn(500, 128, device="cuda"), None)
-    results = {}
-    for attention in ("dense", "flex"):
-        model = DFlashDrafter(shape, attention=attention)
-        model.init_weights(1)
-        model.cuda()
-        sums = block_sums(model, ends, features, positions, document_T, blocks.to("cuda"), chunk=32)
-        sums[0].backward()
-        results[attention] = sums.detach(), [p.grad for p in model.parameters()]
-    torch.testing.assert_close(results["flex"][0], results["dense"][0], rtol=2e-3, atol=1e-3)
-    for flex, dense in zip(results["flex"][1], results["dense"][1], strict=True):
-        assert (flex - dense).norm() <= 5e-3 * dense.norm()
+    inputs = (features, positions, document_T, blocks.to("cuda"))
+    for objective in (Objective(), Objective("argmax", "dpace"), Objective("kl")):
+        results = {}
+        for attention in ("dense", "flex"):
+            model = DFlashDrafter(shape, attention=attention)
+            model.init_weights(1)
+            model.cuda()
+            sums = block_sums(model, ends, *inputs, chunk=32, objective=objective, last_TH=last)
+            sums[0].backward()
+            results[attention] = sums.detach(), [p.grad for p in model.parameters()]
+        torch.testing.assert_close(results["flex"][0], results["dense"][0], rtol=2e-3, atol=1e-3)
+        for flex, dense in zip(results["flex"][1], results["dense"][1], strict=True):
+            assert (flex - dense).norm() <= 5e-3 * dense.norm(), objective
 
 
 def test_one_gpu_trains_exports_and_evaluates(tmp_path: Path) -> None:
@@ -91,12 +94,19 @@ def test_more_ranks_than_gpus_are_refused(tmp_path: Path) -> None:
     assert f"{gpus}-1 needs {gpus + 1} GPUs" in refused.stderr and refused.stderr.count("\n") == 1
 
 
+OBJECTIVES = [
+    ["objective.kind=tokens"],
+    ["objective.kind=kl", "objective.weights=dpace", "noise.kind=gaussian", "noise.scale=0.2"],
+]
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_topologies_agree_over_nccl(tmp_path: Path) -> None:
+@pytest.mark.parametrize("objective", OBJECTIVES, ids=["tokens", "kl"])
+def test_topologies_agree_over_nccl(tmp_path: Path, objective: list[str]) -> None:
     config = config_for(tmp_path)
     runs = {}
     for topo in ("x1", "1-1", "x2"):
-        train(config, topo, topo, "--device", "cuda", "train.dtype=float32")
+        train(config, topo, topo, "--device", "cuda", "train.dtype=float32", *objective)
         runs[topo] = metrics(config, topo)
     for topo, rows in runs.items():
         for row, expected in zip(rows, runs["x1"], strict=True):
