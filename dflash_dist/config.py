@@ -6,9 +6,8 @@ An unknown key or a value of the wrong type is an error. The resolved configurat
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
-import types
+import os
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any, Literal
 import yaml
 
 from dflash_dist.errors import UserError
+from dflash_dist.typed import build, load_yaml
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class DataConfig:
     min_supervised_tokens: int = 2
     """Rows whose longest supervised run is shorter are rejected."""
     held_out_share: float = 0.02
-    """Share of documents, by hash of their id, kept out of training for validation and evaluation."""
+    """Share of chats, by hash of what precedes the first answer, kept out of training for validation and evaluation."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Arguments for the chat template, such as `enable_thinking: false`; use what the server will use."""
     workers: int = 0
@@ -214,9 +214,11 @@ class Config:
     runs_dir: str = "runs"
 
     def __post_init__(self) -> None:
-        for name, value, low in _lower_bounds(self):
+        for name, value, low, high in _bounds(self):
             if value is not None and value < low:
                 raise UserError(f"config: {name} is {value}, but must be at least {low}")
+            if value is not None and value > high:
+                raise UserError(f"config: {name} is {value}, but must be at most {high}")
         if not 0 <= self.data.held_out_share < 1:
             raise UserError(
                 f"config: data.held_out_share is {self.data.held_out_share}, but must be a share from 0 to below 1"
@@ -231,8 +233,19 @@ class Config:
             )
 
 
-def _lower_bounds(config: Config) -> list[tuple[str, float | None, float]]:
-    """Each bounded number as (dotted name, value, least value)."""
+_MOST = {
+    "data.workers": 1024,
+    "schedule.batches_per_step": 1_000_000,
+    "drafter.num_layers": 1024,
+    "drafter.block_size": 256,
+    "train.epochs": 10_000,
+    "train.seed": 2**63 - 1,
+}
+"""Far above what anyone trains with; beyond, a rank would end for memory or in an overflow."""
+
+
+def _bounds(config: Config) -> list[tuple[str, float | None, float, float]]:
+    """Each bounded number as (dotted name, value, least value, greatest value)."""
     bounds: dict[str, dict[str, float]] = {
         "data": {"max_rows": 1, "max_length": 2, "min_supervised_tokens": 2, "workers": 0},
         "schedule": {
@@ -250,7 +263,7 @@ def _lower_bounds(config: Config) -> list[tuple[str, float | None, float]]:
         "train": {
             "epochs": 1,
             "max_steps": 1,
-            "learning_rate": 0,
+            "learning_rate": 1e-7,  # less does not move a norm weight of 1 in fp32
             "min_learning_rate_ratio": 0,
             "warmup_ratio": 0,
             "weight_decay": 0,
@@ -266,7 +279,7 @@ def _lower_bounds(config: Config) -> list[tuple[str, float | None, float]]:
         "profile": {"start_step": 1, "steps": 0},
     }
     return [
-        (f"{section}.{key}", getattr(getattr(config, section), key), low)
+        (f"{section}.{key}", getattr(getattr(config, section), key), low, _MOST.get(f"{section}.{key}", math.inf))
         for section, keys in bounds.items()
         for key, low in keys.items()
     ]
@@ -284,15 +297,25 @@ def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> Confi
         raise UserError(f"config {path} does not exist; the ones that ship are in configs/") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"config {path} cannot be read: {error}") from None
-    try:
-        tree = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise UserError(f"config {path} is not YAML: {' '.join(str(error).split())}") from None
+    tree = load_yaml(text, f"config {path}")
     if not isinstance(tree, dict):
         raise UserError(f"config {path} is empty or not a mapping of sections; see configs/smollm2.yaml")
     for override in overrides:
         _apply_override(tree, override)
-    return typing.cast(Config, _build(Config, tree, str(path), ""))
+    config = typing.cast(Config, build(Config, tree, f"config {path}"))
+    return dataclasses.replace(
+        config,
+        cache_dir=_expanded("cache_dir", config.cache_dir),
+        runs_dir=_expanded("runs_dir", config.runs_dir),
+    )
+
+
+def _expanded(key: str, folder: str) -> str:
+    """The folder with a home folder's path in place of `~`; UserError if there is no such home."""
+    path = os.path.expanduser(folder)
+    if path.startswith("~"):
+        raise UserError(f"config: {key} is {folder}, but {folder.split('/')[0]} is no home folder; write ./{folder}")
+    return path
 
 
 def config_text(config: Config) -> str:
@@ -316,85 +339,13 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
     keys = name.split(".")
     if not equals or not all(keys):
         raise UserError(f"override {override!r} is not of the form section.key=value")
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise UserError(f"override {override!r} has a value that is not YAML: {' '.join(str(error).split())}") from None
+    value = load_yaml(text, f"override {override!r}")
     node = tree
     for key in keys[:-1]:
         node = node.setdefault(key, {})
         if not isinstance(node, dict):
             raise UserError(f"override {override!r}: {key!r} is a value, not a section")
     node[keys[-1]] = value
-
-
-def _build(kind: type, tree: dict[str, Any], where: str, prefix: str) -> Any:
-    """An instance of the dataclass `kind` from a YAML mapping."""
-    known = {f.name: f for f in dataclasses.fields(kind)}
-    hints = typing.get_type_hints(kind)
-    for key in tree:
-        if key not in known:
-            close = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
-            hint = f"did you mean {prefix}{close[0]}?" if close else f"known: {', '.join(known)}"
-            raise UserError(f"config {where}: unknown key {prefix}{key}; {hint}")
-    required = [
-        name
-        for name, f in known.items()
-        if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
-    ]
-    for name in required:
-        if name not in tree:
-            raise UserError(f"config {where}: {prefix}{name} is missing; add it, or give {prefix}{name}=VALUE")
-    values = {name: _convert(hints[name], value, where, prefix + name) for name, value in tree.items()}
-    return kind(**values)
-
-
-def _convert(hint: Any, value: Any, where: str, name: str) -> Any:
-    """`value` as the annotated type; no silent casts but int to float, and list to tuple."""
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
-        if value is None:
-            return None
-        return _convert(next(a for a in arguments if a is not types.NoneType), value, where, name)
-    if dataclasses.is_dataclass(hint):
-        if not isinstance(value, dict):
-            raise UserError(f"config {where}: {name} is {value!r}, but must be a section of keys")
-        return _build(typing.cast(type, hint), value, where, name + ".")
-    if origin is Literal:
-        if value not in arguments:
-            raise UserError(f"config {where}: {name} is {value!r}, but must be one of {', '.join(arguments)}")
-        return value
-    if origin in (tuple, dict):
-        return _convert_collection(hint, value, where, name)
-    if hint is float and isinstance(value, str):
-        value = _float_of_text(value)
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if isinstance(value, float) and not math.isfinite(value):
-        raise UserError(f"config {where}: {name} is {value}, but must be finite")
-    if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
-        raise UserError(f"config {where}: {name} is {value!r}, but must be of type {hint.__name__}")
-    return value
-
-
-def _convert_collection(hint: Any, value: Any, where: str, name: str) -> Any:
-    if typing.get_origin(hint) is dict:
-        if not isinstance(value, dict):
-            raise UserError(f"config {where}: {name} is {value!r}, but must be a mapping")
-        return value
-    items = [value] if isinstance(value, str) else value
-    if not isinstance(items, list):
-        raise UserError(f"config {where}: {name} is {value!r}, but must be a list")
-    item_hint = typing.get_args(hint)[0]
-    return tuple(_convert(item_hint, item, where, f"{name}[{i}]") for i, item in enumerate(items))
-
-
-def _float_of_text(text: str) -> float | str:
-    """YAML 1.1 reads `6e-4` as text; it is meant as a number."""
-    try:
-        return float(text)
-    except ValueError:
-        return text
 
 
 def _plain(value: Any) -> Any:

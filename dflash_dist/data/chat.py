@@ -1,7 +1,8 @@
 """Chats as the server renders them: token ids, and a mask of exactly the tokens that the target would generate.
 
 A turn's history is rendered with the generation prompt, as the server would before that turn. What the render of the
-history and the turn has beyond it, through the end-of-turn token, is supervised.
+history and the turn has beyond it, through the end-of-turn token, is supervised. The tokens before it are those of the
+prompt alone: some tokenizers read the end of a prompt otherwise where an answer follows.
 
 Shapes: T tokens of one row.
 """
@@ -10,13 +11,17 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from dflash_dist.errors import UserError
+
 ROLES = ("system", "developer", "user", "assistant", "tool")
 # Stands in for an answer to find where a template puts answers; no template text can begin with this character.
 _PROBE = "\ue000"
+_THOUGHT, _THOUGHT_END = "<think>", "</think>"
 
 
 class ChatRejected(Exception):
@@ -49,18 +54,27 @@ class _Turn:
     """Characters before the answer."""
 
 
+@dataclass(frozen=True)
+class _Tokens:
+    """A text's tokens."""
+
+    ids_T: np.ndarray
+    """uint32"""
+    begins_T: np.ndarray
+    """int64 characters before the token."""
+    ends_T: np.ndarray
+    """int64 characters through the token."""
+
+
 def render(tokenizer: Any, messages: list[dict[str, Any]], chat_template_kwargs: dict[str, Any]) -> list[Row]:
-    """One row with every answer supervised where the template only appends, else one row for each answer.
+    """One row with every answer supervised where each prompt is the begin of the next, else one row for each answer.
 
     Answers that precede the first user message are history. ChatRejected with a reason if there is nothing to train on.
     """
     answers = _checked_answers(messages)
     turns = [_render_turn(tokenizer, messages, answer, chat_template_kwargs) for answer in answers]
-    whole = turns[-1].text
-    if all(whole.startswith(turn.text) for turn in turns):
-        rows = [_tokenise(tokenizer, whole, turns, None)]
-    else:
-        rows = [_tokenise(tokenizer, turn.text, [turn], number) for number, turn in enumerate(turns, start=1)]
+    shared = _shared_row(tokenizer, turns)
+    rows = [shared] if shared else [_turn_row(tokenizer, turn, number) for number, turn in enumerate(turns, start=1)]
     rows = [row for row in rows if row.supervised_T.any()]
     if not rows:
         raise ChatRejected("no_supervised_tokens", "the template renders no text for the assistant's turns")
@@ -77,6 +91,15 @@ def first_answer(messages: list[dict[str, Any]]) -> int | None:
     return None
 
 
+def prompt_ids(tokenizer: Any, messages: list[dict[str, Any]], chat_template_kwargs: dict[str, Any]) -> list[int]:
+    """Token ids of the chat up to where the answer begins, as the server renders them; ChatRejected if it cannot."""
+    text = _apply(tokenizer, messages, chat_template_kwargs, add_generation_prompt=True)
+    ids = [int(token) for token in _encode(tokenizer, text)["input_ids"]]
+    if not ids:
+        raise ChatRejected("empty_prompt", "the template renders no text for the messages before the answer")
+    return ids
+
+
 def supervised_runs(supervised_T: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Where each stretch of True begins, and where it ends (exclusive)."""
     edges = np.flatnonzero(np.diff(supervised_T.astype(np.int8), prepend=0, append=0))
@@ -89,6 +112,15 @@ def check_run(supervised_T: np.ndarray, min_supervised_tokens: int) -> None:
     run = int((ends - begins).max(initial=0))
     if run < min_supervised_tokens:
         raise ChatRejected("too_short", f"the longest supervised run has {run} of {min_supervised_tokens} tokens")
+
+
+def check_vocabulary(largest_token: int, vocab_size: int, target: Path | str) -> None:
+    """UserError where a token that the tokenizer of `target` gives has no row in the model's embedding table."""
+    if largest_token >= vocab_size:
+        raise UserError(
+            f"the tokenizer of {target} gives token id {largest_token} in the data, but the model's embedding table "
+            f"has {vocab_size} rows; take the tokenizer that belongs to the model"
+        )
 
 
 def _checked_answers(messages: list[dict[str, Any]]) -> list[int]:
@@ -114,12 +146,20 @@ def _render_turn(tokenizer: Any, messages: list[dict[str, Any]], answer: int, kw
     """Where the answer starts: behind all that the server would have put before it."""
     prompt = _apply(tokenizer, messages[:answer], kwargs, add_generation_prompt=True)
     text = _apply(tokenizer, messages[: answer + 1], kwargs)
+    if messages[answer].get("tool_calls"):
+        silent = {"role": "assistant", "content": messages[answer].get("content") or ""}
+        if _apply(tokenizer, [*messages[:answer], silent], kwargs) == text:
+            raise ChatRejected("tool_calls_not_rendered", f"message {answer + 1}")
     if text.startswith(prompt):
         return _Turn(text, len(prompt))
     # The prompt ends in a scaffold, such as an open thinking block, that the render of the answer lacks. An answer
     # that happens to begin like the scaffold must not lose its first characters to it, so a probe is compared too.
     probe = _apply(tokenizer, [*messages[:answer], {"role": "assistant", "content": _PROBE}], kwargs)
     start = min(_common_prefix(prompt, text), _common_prefix(prompt, probe))
+    content: Any = messages[answer].get("content")
+    dropped = isinstance(content, str) and _THOUGHT_END in content and _THOUGHT_END not in text[start:]
+    if dropped and prompt.rstrip().endswith(_THOUGHT):
+        return _restored_thought(prompt, content, probe.partition(_PROBE)[2])
     history = _apply(tokenizer, messages[:answer], kwargs)
     if start < len(history):
         raise ChatRejected(
@@ -127,6 +167,12 @@ def _render_turn(tokenizer: Any, messages: list[dict[str, Any]], answer: int, kw
             f"message {answer + 1} changes the render before it at character {start} of {len(history)}",
         )
     return _Turn(text, start)
+
+
+def _restored_thought(prompt: str, content: str, end: str) -> _Turn:
+    """The turn as the target wrote it, where the template drops the thought of even the newest answer (DeepSeek-R1)."""
+    opened = prompt[: prompt.rindex(_THOUGHT)] if content.startswith(_THOUGHT) else prompt
+    return _Turn(opened + content + end, _common_prefix(prompt, opened + content))
 
 
 def _apply(tokenizer: Any, messages: list[dict[str, Any]], kwargs: dict[str, Any], **more: Any) -> str:
@@ -137,30 +183,69 @@ def _apply(tokenizer: Any, messages: list[dict[str, Any]], kwargs: dict[str, Any
     return str(text)
 
 
-def _tokenise(tokenizer: Any, text: str, turns: list[_Turn], number: int | None) -> Row:
+def _encode(tokenizer: Any, text: str, **more: Any) -> Any:
     try:
-        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        return tokenizer(text, add_special_tokens=False, verbose=False, **more)
     except (TypeError, UnicodeError) as error:  # half a surrogate pair, which JSON can hold
         raise ChatRejected("not_unicode", str(error)[:200]) from error
-    tokens_T = np.array(encoded["input_ids"], dtype=np.uint32)
+
+
+def _encode_text(tokenizer: Any, text: str) -> _Tokens:
+    encoded = _encode(tokenizer, text, return_offsets_mapping=True)
     begins_T, ends_T = np.array(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2).T
-    supervised_T = np.zeros(len(tokens_T), dtype=bool)
+    return _Tokens(np.array(encoded["input_ids"], dtype=np.uint32), begins_T, ends_T)
+
+
+def _shared_row(tokenizer: Any, turns: list[_Turn]) -> Row | None:
+    """The last turn's render with all answers supervised; None if a turn's prompt has other text or tokens than it."""
+    whole = turns[-1].text
+    if not all(whole.startswith(turn.text) for turn in turns):
+        return None
+    tokens = _encode_text(tokenizer, whole)
+    supervised_T = np.zeros(len(tokens.ids_T), dtype=bool)
+    added_T = np.isin(tokens.ids_T, list(tokenizer.added_tokens_decoder))
     for turn in turns:
-        inside = np.flatnonzero((begins_T >= turn.start) & (ends_T <= len(turn.text)) & (ends_T > begins_T))
-        if inside.size:
-            supervised_T[inside[: _answer_length(tokenizer, tokens_T[inside], text, ends_T[inside], turn)]] = True
-    return Row(tokens_T, supervised_T, number)
+        cut = int(np.searchsorted(tokens.begins_T, turn.start))
+        # Text on either side of an added token is read apart: a prompt need be read again from its last one only.
+        last = int(np.flatnonzero(added_T[:cut])[-1]) if added_T[:cut].any() else 0
+        prompt_end = _encode(tokenizer, whole[tokens.begins_T[last] : turn.start])["input_ids"]
+        if tokens.ids_T[last:cut].tolist() != prompt_end:
+            return None
+        supervised_T |= _answer_mask(tokenizer, tokens, turn)
+    return Row(tokens.ids_T, supervised_T, None)
 
 
-def _answer_length(tokenizer: Any, tokens_T: np.ndarray, text: str, ends_T: np.ndarray, turn: _Turn) -> int:
-    """How many of an answer's tokens the target generates: through the end-of-turn token, without what follows it."""
-    end_of_turn = np.flatnonzero(tokens_T == tokenizer.eos_token_id)
+def _turn_row(tokenizer: Any, turn: _Turn, number: int) -> Row:
+    """The tokens of the prompt alone, then those of the answer."""
+    prompt_T = np.array(_encode(tokenizer, turn.text[: turn.start])["input_ids"], dtype=np.uint32)
+    tokens = _encode_text(tokenizer, turn.text)
+    cut = int(np.searchsorted(tokens.begins_T, turn.start))
+    if cut and tokens.ends_T[cut - 1] > turn.start:  # a token lies across the border
+        tokens, cut = _encode_text(tokenizer, turn.text[turn.start :]), 0
+        turn = _Turn(turn.text[turn.start :], 0)
+    answer_mask_T = _answer_mask(tokenizer, tokens, turn)[cut:]
+    supervised_T = np.concatenate([np.zeros(len(prompt_T), dtype=bool), answer_mask_T])
+    return Row(np.concatenate([prompt_T, tokens.ids_T[cut:]]), supervised_T, number)
+
+
+def _answer_mask(tokenizer: Any, tokens: _Tokens, turn: _Turn) -> np.ndarray:
+    """bool [T]: the tokens of the turn's answer that the target generates: without what follows its end of turn.
+
+    `tokens`: of a text that begins with the turn's.
+    """
+    inside = np.flatnonzero(
+        (tokens.begins_T >= turn.start) & (tokens.ends_T <= len(turn.text)) & (tokens.ends_T > tokens.begins_T)
+    )
+    ids, ends = tokens.ids_T[inside], tokens.ends_T[inside]
+    end_of_turn = np.flatnonzero(ids == tokenizer.eos_token_id)
     if not end_of_turn.size:
         # The end of a turn is another token than the end of a text: the special token that only blanks follow.
         special_ids = [i for i, token in tokenizer.added_tokens_decoder.items() if token.special]
-        special = np.flatnonzero(np.isin(tokens_T, special_ids))
-        end_of_turn = np.array([i for i in special if not text[ends_T[i] : len(turn.text)].strip()])
-    return int(end_of_turn[-1]) + 1 if end_of_turn.size else len(tokens_T)
+        special = np.flatnonzero(np.isin(ids, special_ids))
+        end_of_turn = np.array([i for i in special if not turn.text[ends[i] :].strip()])
+    mask_T = np.zeros(len(tokens.ids_T), dtype=bool)
+    mask_T[inside[: int(end_of_turn[-1]) + 1 if end_of_turn.size else None]] = True
+    return mask_T
 
 
 def _common_prefix(a: str, b: str) -> int:

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import dataclasses
-import hashlib
 import itertools
-import json
 import multiprocessing
 import os
 import signal
@@ -23,13 +20,11 @@ from typing import Any, Literal
 
 from dflash_dist.config import Config
 from dflash_dist.data.chat import ChatRejected, Row, check_run, first_answer, render, supervised_runs
-from dflash_dist.data.sources import Chat, Rejection, read_source, source_identity
-from dflash_dist.data.store import FORMAT_VERSION, StoreWriter, read_meta, write_once
+from dflash_dist.data.fingerprint import check_unchanged, fingerprint_of, ingredients_of, limit_tokens
+from dflash_dist.data.sources import Chat, Rejection, read_source
+from dflash_dist.data.store import StoreWriter, read_meta, write_once
 from dflash_dist.errors import RunFailed, UserError
 
-# Raised when the same input would give another store, so that stores of older code are not taken for current.
-_RENDER_VERSION = 1
-_TOKENIZER_FILES = ("tokenizer*", "chat_template*", "special_tokens*", "added_tokens*", "vocab*", "merges*", "*.model")
 _CHUNK_CHATS = 32
 # Rendered before any worker is started: a small input is done by then, and a bad target is met in this process.
 _SERIAL_CHUNKS = 4
@@ -124,42 +119,19 @@ def prepare_with_report(
     config: Config, target_folder: Path, on_progress: Callable[[int], None] | None = None
 ) -> tuple[Path, PrepareReport]:
     """As `prepare`, with the report of what is in the store."""
-    fingerprint = store_fingerprint(config, target_folder)
-    folder = Path(config.cache_dir) / "stores" / fingerprint
+    ingredients = ingredients_of(config, target_folder)
+    folder = Path(config.cache_dir) / "stores" / fingerprint_of(ingredients)
 
     def fill(temporary: Path) -> None:
-        _fill(temporary, fingerprint, config, target_folder, on_progress)
+        _fill(temporary, ingredients, config, target_folder, on_progress)
 
     made = write_once(folder, _is_whole, fill)
-    report = PrepareReport(**read_meta(folder)["report"], reused=not made)
-    return folder, report
-
-
-def store_fingerprint(config: Config, target_folder: Path) -> str:
-    """Hex of a hash of all that the store depends on: sources, tokenizer, template, settings. Loads no tokenizer."""
-    files = sorted({file for pattern in _TOKENIZER_FILES for file in target_folder.glob(pattern) if file.is_file()})
-    if not files:
-        raise UserError(f"target {target_folder} holds no tokenizer files; add tokenizer.json to the folder")
-    settings = dataclasses.asdict(config.data)
-    for key in ("sources", "workers", "max_length"):
-        del settings[key]
-    content = {
-        "versions": [FORMAT_VERSION, _RENDER_VERSION],
-        "sources": [source_identity(name) for name in config.data.sources],
-        "tokenizer": [[file.name, hashlib.sha256(file.read_bytes()).hexdigest()] for file in files],
-        "settings": settings,
-        "limit_tokens": _limit_tokens(config),
-    }
-    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
-
-
-def _limit_tokens(config: Config) -> int:
-    return min(config.data.max_length, config.schedule.token_budget)
+    return folder, _read_report(folder, reused=not made)
 
 
 def _is_whole(folder: Path) -> bool:
     try:
-        read_meta(folder)
+        _read_report(folder, reused=True)
     except UserError as error:
         if folder.exists():
             print(f"{error}; it is made anew", file=sys.stderr)
@@ -167,15 +139,29 @@ def _is_whole(folder: Path) -> bool:
     return True
 
 
+def _read_report(folder: Path, reused: bool) -> PrepareReport:
+    report = read_meta(folder)["report"]
+    try:
+        return PrepareReport(**report, reused=reused)
+    except TypeError as error:  # other keys
+        raise UserError(
+            f"token store {folder} is damaged: the report in meta.json is not of this form: {error}"
+        ) from None
+
+
 def _fill(
-    folder: Path, fingerprint: str, config: Config, target_folder: Path, on_progress: Callable[[int], None] | None
+    folder: Path,
+    ingredients: dict[str, Any],
+    config: Config,
+    target_folder: Path,
+    on_progress: Callable[[int], None] | None,
 ) -> None:
-    """Render all sources into the empty `folder`."""
+    """Render all sources into the empty `folder`; UserError if `ingredients` are not what was read in the end."""
     start_s = time.monotonic()
     rules = _Rules(
         config.data.chat_template_kwargs,
         config.data.min_supervised_tokens,
-        _limit_tokens(config),
+        limit_tokens(config),
         config.data.long_documents,
     )
     chats = itertools.chain.from_iterable(read_source(name, config.data.max_rows) for name in config.data.sources)
@@ -194,8 +180,9 @@ def _fill(
             advance(tally.chats)
         if not writer.documents:
             raise _nothing_left(tally, config)
+        check_unchanged(ingredients, config, target_folder)
         writer.finish(
-            fingerprint,
+            fingerprint_of(ingredients),
             {
                 "chats": tally.chats,
                 "rejected": dict(tally.rejected.most_common()),
@@ -230,7 +217,7 @@ class _Renderer:
     def _outcome(self, chat: Chat) -> _Outcome:
         outcome = _Outcome(chat.id)
         try:
-            rows = render(self._tokenizer, chat.messages, self._rules.chat_template_kwargs)
+            rows = render(self._tokenizer, chat.messages, self._rules.chat_template_kwargs | chat.template_kwargs)
         except ChatRejected as rejected:
             outcome.rejections.append(Rejection(rejected.reason, chat.location, rejected.detail))
             return outcome
@@ -350,7 +337,7 @@ def _nothing_left(tally: _Tally, config: Config) -> UserError:
     mend = "check data.sources and the target's chat template"
     if tally.fitting_limit_tokens is not None:
         mend = (
-            f"the limit is {_limit_tokens(config)} tokens (the lesser of data.max_length={config.data.max_length} and "
+            f"the limit is {limit_tokens(config)} tokens (the lesser of data.max_length={config.data.max_length} and "
             f"schedule.token_budget={config.schedule.token_budget}), the shortest document needs "
             f"{tally.fitting_limit_tokens}; raise the limit"
         )

@@ -7,8 +7,10 @@ import importlib.metadata
 import importlib.util
 import itertools
 import json
+import os
+import stat
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from dflash_dist.errors import UserError
 
 CHITCHAT = "package:chitchat-dataset"
 _SUFFIXES = (".json", ".jsonl", ".parquet")
-_COLUMNS = ("id", "messages", "conversations")
+_COLUMNS = ("id", "messages", "conversations", "tools")
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant"}
 
 
@@ -28,7 +30,9 @@ class Chat:
     location: str
     """`<file name>:<row or line number>`, counted from 1."""
     messages: list[dict[str, Any]]
-    """Each with `role` and `content`, and whatever else the row holds for the template."""
+    """Each with `role` and `content`, a text or None, and whatever else it holds for the template."""
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """What else the row holds for the template: `tools`."""
 
 
 @dataclass(frozen=True)
@@ -61,47 +65,52 @@ def source_identity(name: str) -> list[str]:
     """
     if name.startswith("package:"):
         file = _chitchat_file(name)
-        return [name, importlib.metadata.version("chitchat-dataset"), _sha256(file)]
+        return [name, importlib.metadata.version("chitchat-dataset"), sha256(file)]
     if is_local(name):
         file = _checked_file(name)
-        return [file.name, _sha256(file)]
+        return [file.name, sha256(file)]
     return [name, _hub_revision(_split_of(name)[0])]
 
 
 def is_local(name: str) -> bool:
     """Whether `name` is meant as a file of this machine: it exists, or looks like a file or an explicit path."""
-    return name.endswith(_SUFFIXES) or name.startswith(("/", "./", "../", "~")) or Path(name).exists()
+    return name.endswith(_SUFFIXES) or name.startswith(("/", "./", "../", "~")) or os.path.exists(name)
 
 
 def _checked_file(name: str) -> Path:
-    file = Path(name).expanduser()
-    if not file.exists():
-        raise UserError(f"data source {name} does not exist; check data.sources")
-    if file.is_dir():
+    file = Path(os.path.expanduser(name))
+    try:
+        status = file.stat()
+    except FileNotFoundError:
+        raise UserError(f"data source {name} does not exist; check data.sources") from None
+    except (OSError, ValueError) as error:  # a name that is too long or holds a null byte, a closed folder
+        raise UserError(f"data source {name!r} cannot be read: {error}; check data.sources") from None
+    if stat.S_ISDIR(status.st_mode):
         raise UserError(f"data source {name} is a folder; name its files in data.sources")
     if file.suffix not in _SUFFIXES:
         raise UserError(f"data source {name} has the suffix {file.suffix!r}; known are {', '.join(_SUFFIXES)}")
-    if file.stat().st_size == 0:
+    if status.st_size == 0:
         raise UserError(f"data source {name} is empty (0 bytes); write it again or take it out of data.sources")
     return file
 
 
-def _sha256(file: Path) -> str:
+def sha256(file: Path) -> str:
+    """Hex of the hash of the file's content; UserError if it cannot be read."""
     try:
         with open(file, "rb") as content:
             return hashlib.file_digest(content, "sha256").hexdigest()
     except OSError as error:
-        raise UserError(f"data source {file} cannot be read: {error.strerror}") from error
+        raise UserError(f"{file} cannot be read: {error.strerror}; check that it is there and open to you") from error
 
 
 def _file_rows(file: Path) -> Iterator[Chat | Rejection]:
-    readers = {".json": _json_rows, ".jsonl": _jsonl_rows, ".parquet": _parquet_rows}
+    readers = {".json": _json_rows, ".jsonl": jsonl_rows, ".parquet": _parquet_rows}
     count = 0
     try:
         for number, row in readers[file.suffix](file):
             count += 1
             location = f"{file.name}:{number}"
-            yield row if isinstance(row, Rejection) else _chat_of_row(row, location)
+            yield row if isinstance(row, Rejection) else chat_of_row(row, location)
     except OSError as error:
         raise UserError(f"data source {file} cannot be read: {error.strerror or error}") from error
     if count == 0:
@@ -125,11 +134,12 @@ def _load_json(file: Path) -> Any:
             f"data source {file} is cut off or not JSON: {error.msg} at line {error.lineno}, "
             f"character {error.pos} of {len(error.doc)}; get the whole file again (one row a line needs .jsonl)"
         ) from error
-    except (UnicodeDecodeError, RecursionError) as error:
-        raise UserError(f"data source {file} is not JSON in UTF-8: {error}; write it again") from error
+    except (ValueError, RecursionError) as error:  # not UTF-8, nested too deep, a number of thousands of digits
+        raise UserError(f"data source {file} cannot be read as JSON: {error}; write it again") from error
 
 
-def _jsonl_rows(file: Path) -> Iterator[tuple[int, Any]]:
+def jsonl_rows(file: Path) -> Iterator[tuple[int, Any]]:
+    """The number of each line that is not blank, counted from 1, with its value or a Rejection; OSError."""
     with open(file, "rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
@@ -154,7 +164,11 @@ def _parquet_rows(file: Path) -> Iterator[tuple[int, Any]]:
                 f"data source {file} has the columns {', '.join(table.schema_arrow.names)}; "
                 "it must have `messages` or `conversations`"
             )
-        rows = (row for batch in table.iter_batches(batch_size=256, columns=columns) for row in batch.to_pylist())
+        rows = (
+            row
+            for batch in table.iter_batches(batch_size=256, columns=columns)
+            for row in _without_nulls(batch.to_pylist())
+        )
         yield from enumerate(rows, start=1)
     except (pyarrow.ArrowException, OSError) as error:
         raise UserError(
@@ -176,7 +190,7 @@ def _hub_rows(name: str) -> Iterator[Chat | Rejection]:
             f"({type(error).__name__}: {' '.join(str(error).split())[:300]}); check data.sources and the network"
         ) from error
     for number, row in enumerate(rows, start=1):
-        yield _chat_of_row(row, f"{data_set}:{number}")
+        yield chat_of_row(_without_nulls(row), f"{data_set}:{number}")
 
 
 def _split_of(name: str) -> tuple[str, str]:
@@ -192,7 +206,7 @@ def _hub_revision(data_set: str) -> str:
         return str(HfApi().dataset_info(data_set, timeout=10).sha)
     except Exception:  # offline, in one of many ways: what is in the cache will be read
         reference = Path(constants.HF_HUB_CACHE) / f"datasets--{data_set.replace('/', '--')}" / "refs" / "main"
-        return reference.read_text().strip() if reference.is_file() else ""
+        return reference.read_text().strip() if os.path.isfile(reference) else ""
 
 
 def _chitchat_file(name: str) -> Path:
@@ -222,21 +236,57 @@ def _chitchat_rows(file: Path) -> Iterator[Chat | Rejection]:
         yield Chat(name, location, messages) if messages else Rejection("no_messages", location)
 
 
-def _chat_of_row(row: Any, location: str) -> Chat | Rejection:
+def chat_of_row(row: Any, location: str) -> Chat | Rejection:
+    """The chat that a row of a source holds, as `messages` or ShareGPT's `conversations`, or why it holds none."""
     if not isinstance(row, dict):
         return Rejection("not_an_object", location, f"the row is a {type(row).__name__}")
     turns = row.get("messages") or row.get("conversations")
     if not isinstance(turns, list):
         return Rejection("no_messages", location, f"the row's keys are {', '.join(map(str, row))[:200]}")
     messages = []
-    for turn in turns:
+    for number, turn in enumerate(turns, start=1):
         if not isinstance(turn, dict):
             return Rejection("no_messages", location, f"a message is a {type(turn).__name__}, not an object")
-        # Columnar formats fill the keys that a message lacks with nulls, which templates would take for given.
+        # Templates would take a null for given.
         message = {key: value for key, value in turn.items() if value is not None and key not in ("from", "value")}
         role = turn.get("role", turn.get("from"))
         message["role"] = _SHAREGPT_ROLES.get(role, role) if isinstance(role, str) else str(role)
-        message["content"] = turn.get("content", turn.get("value"))
+        content = turn.get("content", turn.get("value"))
+        message["content"] = _text_of(content)
+        if message["content"] is None and not (content is None and message["role"] == "assistant"):
+            return Rejection("content_not_text", location, f"message {number} holds {type(content).__name__}")
         messages.append(message)
+    try:
+        tools = _tools_of(row.get("tools"))
+    except (ValueError, RecursionError) as error:
+        return Rejection("tools_not_a_list", location, str(error))
     row_id = row.get("id")
-    return Chat(location if row_id in (None, "") else str(row_id), location, messages)
+    row_id = location if row_id in (None, "") else str(row_id)
+    return Chat(row_id, location, messages, {"tools": tools} if tools else {})
+
+
+def _text_of(content: Any) -> str | None:
+    """A message's content as one text; None if it is neither a text nor a list of text parts."""
+    if not isinstance(content, list) or not content:
+        return content if isinstance(content, str) else None
+    parts = [
+        part.get("text") if isinstance(part, dict) and part.get("type", "text") == "text" else part for part in content
+    ]
+    texts = [part for part in parts if isinstance(part, str)]
+    return "".join(texts) if len(texts) == len(content) else None
+
+
+def _tools_of(tools: Any) -> list[Any]:
+    """A row's tools, which many data sets hold as JSON in a string; ValueError if they are no list."""
+    if isinstance(tools, str) and tools.strip():
+        tools = json.loads(tools)
+    if tools and not isinstance(tools, list):
+        raise ValueError(f"`tools` is a {type(tools).__name__}")
+    return tools or []
+
+
+def _without_nulls(value: Any) -> Any:
+    """Columnar formats fill the keys that an object lacks with nulls: the value without them, at any depth."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value

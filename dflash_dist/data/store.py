@@ -17,6 +17,7 @@ import os
 import shutil
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,8 +86,12 @@ class TokenStore:
             keys_N=self.keys[ids_N],
         )
 
+    def largest_token(self) -> int:
+        """The largest token id of all documents; reads all of them once."""
+        return int(self._tokens.max())
+
     def prompts(self, count: int) -> list[list[dict[str, Any]]]:
-        """At most `count` held-out chats in the order of their keys, each up to the first turn that was supervised."""
+        """At most `count` openings of held-out chats, in the order of their keys: the messages before the answer."""
         with open(self.folder / "prompts.jsonl", encoding="utf-8") as lines:
             return [json.loads(line) for line, _ in zip(lines, range(count), strict=False)]
 
@@ -96,7 +101,7 @@ def read_meta(folder: Path) -> dict[str, Any]:
     mend = f"remove {folder} and run `dflash-dist prepare` again"
     try:
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-        version, sizes = meta["format_version"], meta["sizes_bytes"]
+        version, sizes, _, _ = (meta[key] for key in ("format_version", "sizes_bytes", "fingerprint", "report"))
         expected = {name: int(sizes[name]) for name in _FILES}
     except (FileNotFoundError, NotADirectoryError):
         if not folder.exists():
@@ -121,19 +126,24 @@ def document_key(document_id: str) -> int:
     return int.from_bytes(hashlib.sha256(document_id.encode("utf-8", "surrogatepass")).digest()[:8], "big")
 
 
+def opening_key(prompt: list[dict[str, Any]]) -> int:
+    """A 64-bit hash of who says what before the first answer: equal for copies, parts and other answers of a chat."""
+    return document_key(json.dumps([[message["role"], message["content"]] for message in prompt]))
+
+
 class StoreWriter:
-    """Appends documents to a new store; only the table of documents and the prompts to hold out stay in memory."""
+    """Appends documents to a new store; only the tables of documents and of openings stay in memory."""
 
     def __init__(self, folder: Path, held_out_share: float) -> None:
         self._folder = folder
         self._share = held_out_share
-        self._threshold = int(held_out_share * 2**64)
-        self._used_ids: set[str] = set()
+        self._uses: dict[str, int] = {}
         self._offsets, self._supervised_counts = [0], list[int]()
-        self._keys, self._chat_keys = list[int](), list[int]()
-        self._prompts: dict[int, list[dict[str, Any]]] = {}  # of the chats that may be held out, by chat key
-        self._smallest_key = 2**64
-        self._tokens = open(folder / "tokens.bin", "wb")  # noqa: SIM115 (finish and __exit__ close it)
+        self._keys, self._opening_keys = list[int](), list[int]()
+        self._chats_by_opening = Counter[int]()
+        self._prompt_places: dict[int, int] = {}  # of each opening, in bytes
+        self._prompts = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (finish and __exit__ close them)
+        self._tokens = open(folder / "tokens.bin", "wb")  # noqa: SIM115
         self._supervised = open(folder / "supervised.bin", "wb")  # noqa: SIM115
 
     def __enter__(self) -> StoreWriter:
@@ -141,7 +151,7 @@ class StoreWriter:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         # After a failed write, closing would try the unwritten rest again and hide the first error.
-        for file in (self._tokens, self._supervised):
+        for file in (self._tokens, self._supervised, self._prompts):
             with contextlib.suppress(OSError) if kind else contextlib.nullcontext():
                 file.close()
 
@@ -155,10 +165,11 @@ class StoreWriter:
     ) -> None:
         """Append the documents of one chat: rows of (suffix of the id, token ids [T], loss mask [T]).
 
-        All of them go to the same side of the held-out split. A repeated id gets `#2`, `#3`, ...
+        `prompt`: the messages before its first answer; all chats that open with them go to the same side of the
+        held-out split. A repeated id gets `#2`, `#3`, ...
         """
         chat_id = self._unused_id(chat_id)
-        chat_key = document_key(chat_id)
+        opening = opening_key(prompt)
         for suffix, tokens_T, supervised_T in rows:
             assert 0 < len(tokens_T) == len(supervised_T)
             self._tokens.write(np.ascontiguousarray(tokens_T, dtype="<u4").data)
@@ -166,31 +177,30 @@ class StoreWriter:
             self._offsets.append(self._offsets[-1] + len(tokens_T))
             self._supervised_counts.append(int(np.count_nonzero(supervised_T)))
             self._keys.append(document_key(chat_id + suffix))
-            self._chat_keys.append(chat_key)
-        if chat_key < self._smallest_key:
-            if self._smallest_key >= self._threshold:  # it was kept only for being the smallest
-                self._prompts.pop(self._smallest_key, None)
-            self._smallest_key = chat_key
-            self._prompts[chat_key] = prompt
-        elif chat_key < self._threshold:
-            self._prompts[chat_key] = prompt
+            self._opening_keys.append(opening)
+        if opening not in self._prompt_places:
+            self._prompt_places[opening] = self._prompts.tell()
+            self._prompts.write(json.dumps(prompt).encode() + b"\n")
+        self._chats_by_opening[opening] += 1
 
     def finish(self, fingerprint: str, report: dict[str, Any]) -> dict[str, Any]:
         """Write the tables and, last, `meta.json`, with `report` in it; returns the content of `meta.json`."""
         assert self.documents, "a store without documents"
         self._tokens.close()
         self._supervised.close()
-        held_out_keys = self._held_out_chats()
+        held_out = self._held_out_openings()
         arrays = {
             "offsets": np.array(self._offsets, dtype=np.int64),
             "supervised_counts": np.array(self._supervised_counts, dtype=np.int64),
             "keys": np.array(self._keys, dtype=np.uint64),
-            "held_out": np.array([key in held_out_keys for key in self._chat_keys], dtype=bool),
+            "held_out": np.array([opening in held_out for opening in self._opening_keys], dtype=bool),
         }
         for name, array in arrays.items():
             np.save(self._folder / f"{name}.npy", array)
-        with open(self._folder / "prompts.jsonl", "w", encoding="utf-8") as lines:
-            lines.writelines(json.dumps(self._prompts[key]) + "\n" for key in sorted(held_out_keys))
+        with open(self._folder / "prompts.jsonl", "wb") as lines:
+            for opening in sorted(held_out):
+                self._prompts.seek(self._prompt_places[opening])
+                lines.write(self._prompts.readline())
         report = report | {
             "documents": self.documents,
             "held_out": int(arrays["held_out"].sum()),
@@ -207,20 +217,28 @@ class StoreWriter:
         return meta
 
     def _unused_id(self, wanted: str) -> str:
-        document_id, copy = wanted, 1
-        while document_id in self._used_ids:
-            copy += 1
-            document_id = f"{wanted}#{copy}"
-        self._used_ids.add(document_id)
+        document_id = wanted
+        while document_id in self._uses:
+            self._uses[wanted] += 1
+            document_id = f"{wanted}#{self._uses[wanted]}"
+        self._uses[document_id] = 1
         return document_id
 
-    def _held_out_chats(self) -> set[int]:
-        """Keys of the chats held out: those below the share, but one at least and not all where there are two."""
-        chats = set(self._chat_keys)
+    def _held_out_openings(self) -> set[int]:
+        """Keys of the openings held out: in the order of the keys, as many as fit into the share of chats.
+
+        One at least where there are two, but never all. One of very many chats ("Hello!") does not fit.
+        """
+        chats = self._chats_by_opening
         if self._share == 0 or len(chats) < 2:
             return set()
-        held_out = {key for key in chats if key < self._threshold} or {min(chats)}
-        return held_out - {max(chats)} if held_out == chats else held_out
+        room = max(1.0, self._share * chats.total())
+        held_out = set()
+        for key in sorted(chats):
+            if chats[key] <= room:
+                held_out.add(key)
+                room -= chats[key]
+        return held_out or {min(chats, key=lambda key: (chats[key], key))}
 
 
 def write_once(destination: Path, is_whole: Callable[[Path], bool], write: Callable[[Path], None]) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dflash_dist.data.chat import ChatRejected, Row, check_run, first_answer, render, supervised_runs
+from dflash_dist.data.chat import ChatRejected, Row, check_run, first_answer, prompt_ids, render, supervised_runs
 
 # Thinking is kept only behind the last question; with enable_thinking=false the prompt closes an empty thought.
 QWEN3_LIKE = """
@@ -54,6 +54,42 @@ MISTRAL_LIKE = """
 {%- if m.role == 'user' %}{{ '[INST] ' + m.content + ' [/INST]' }}
 {%- else %}{{ ' ' + m.content + (eos_token if loop.last else '') }}{% endif -%}
 {%- endfor -%}
+"""
+
+# Calls the assistant "model", knows no system turn, begins with a token of its own and strips what is said.
+GEMMA_LIKE = """
+{{- '<bos>' -}}
+{%- for m in messages -%}
+{%- if m.role == 'system' or (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('no') }}{% endif -%}
+{{- '<start_of_turn>' + ('model' if m.role == 'assistant' else m.role) + '\\n' -}}
+{{- m.content | trim + '<end_of_turn>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif -%}
+"""
+
+# Says itself which text the assistant generates: for a mask that other trainers take, and that is not needed here.
+GENERATION_TAGS = """
+{%- for m in messages -%}
+{{- '<|im_start|>' + m.role + '\\n' -}}
+{%- if m.role == 'assistant' %}{% generation %}{{ m.content + '<|im_end|>' }}{% endgeneration %}{{ '\\n' }}
+{%- else %}{{ m.content + '<|im_end|>\\n' }}{% endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif -%}
+"""
+
+# The prompt opens a thought; what is rendered of an answer keeps its thought, in the newest answer alone.
+QWEN35_LIKE = QWEN3_LIKE.replace(
+    "{{- '<|im_start|>assistant\\n' -}}\n{%- if", "{{- '<|im_start|>assistant\\n<think>\\n' -}}\n{%- if false and"
+)
+
+# The prompt opens a thought; no answer is rendered with its thought, not even the newest.
+R1_LIKE = """
+{{- '<|begin_of_text|>' -}}
+{%- for m in messages -%}
+{%- if m.role == 'user' %}{{ '<|User|>' + m.content }}{% endif -%}
+{%- if m.role == 'assistant' %}{{ '<|Assistant|>' + m.content.split('</think>')[-1] + '<|im_end|>' }}{% endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt %}{{ '<|Assistant|><think>\\n' }}{% endif -%}
 """
 
 CHAT = [
@@ -129,6 +165,50 @@ THOUGHTFUL = [
 ]
 
 
+THOUGHT = "<think>\nHm.\n</think>\n\n"
+LLAMA3_SPECIAL = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
+# Template (None: SmolLM2's own), special tokens, end of turn, arguments.
+TEMPLATES: dict[str, tuple[str | None, tuple[str, ...], str, dict[str, Any]]] = {
+    "chatml with a default system turn": (None, (), "<|im_end|>", {}),
+    "qwen3, thinking": (QWEN3_LIKE, (), "<|im_end|>", {}),
+    "qwen3, not thinking": (QWEN3_LIKE, (), "<|im_end|>", {"enable_thinking": False}),
+    "qwen3.5": (QWEN35_LIKE, (), "<|im_end|>", {}),
+    "llama 3": (LLAMA3_LIKE, LLAMA3_SPECIAL, "<|eot_id|>", {}),
+    "gemma": (GEMMA_LIKE, ("<bos>", "<start_of_turn>", "<end_of_turn>"), "<end_of_turn>", {}),
+    "generation tags": (GENERATION_TAGS, (), "<|im_end|>", {}),
+    "mistral": (MISTRAL_LIKE, ("[INST]", "[/INST]"), "<|im_end|>", {}),
+    "r1": (R1_LIKE, ("<|begin_of_text|>", "<|User|>", "<|Assistant|>"), "<|im_end|>", {}),
+}
+THINKING = ("qwen3, thinking", "qwen3.5", "r1")
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_supervised_is_what_follows_the_generation_prompt(smollm2_tokenizer: Any, name: str) -> None:
+    template, special, end, kwargs = TEMPLATES[name]
+    tokenizer = with_template(smollm2_tokenizer, template or smollm2_tokenizer.chat_template, special)
+    said = ["Four, of course.", "```python\nx = 1\n```", "漢字 🙂"]
+    chat = []
+    for question, answer in zip(("What is two and two?", "And naïve 漢字 🙂?", "Bye"), said, strict=True):
+        content = THOUGHT + answer if name in THINKING else answer
+        chat += [{"role": "user", "content": question}, {"role": "assistant", "content": content}]
+
+    seen = []
+    for row in render(tokenizer, chat, kwargs):
+        for begin, stop in zip(*supervised_runs(row.supervised_T), strict=True):
+            answer = len(seen)
+            prompt = prompt_ids(tokenizer, chat[: 2 * answer + 1], kwargs)
+            generated = tokenizer.decode(row.tokens_T[begin:stop])
+            assert row.tokens_T[:begin].tolist() == prompt
+            thought = THOUGHT if name in THINKING else ""
+            if name in ("qwen3.5", "r1"):
+                thought = thought.removeprefix("<think>\n")  # the prompt holds it
+            space = " " if name == "mistral" else ""
+            assert generated == space + thought + said[answer] + end
+            assert tokenizer(generated, add_special_tokens=False)["input_ids"] == row.tokens_T[begin:stop].tolist()
+            seen.append(generated)
+    assert len(seen) == 3
+
+
 def test_qwen3_like_history_without_thinking_gives_a_row_for_each_answer(smollm2_tokenizer: Any) -> None:
     tokenizer = with_template(smollm2_tokenizer, QWEN3_LIKE)
     first, second = render(tokenizer, THOUGHTFUL, {})
@@ -165,11 +245,31 @@ def test_a_scaffold_that_no_answer_shows_is_left_out(smollm2_tokenizer: Any, con
 
 @pytest.mark.parametrize("eos", ["<|eot_id|>", "<|endoftext|>"])
 def test_llama3_like_ends_with_the_end_of_turn_whatever_the_eos(smollm2_tokenizer: Any, eos: str) -> None:
-    special = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
-    tokenizer = with_template(smollm2_tokenizer, LLAMA3_LIKE, special, eos)
-    (row,) = render(tokenizer, CHAT, {})
-    assert answers(tokenizer, row) == ["Four.<|eot_id|>", CHAT[3]["content"].strip() + "<|eot_id|>"]
-    assert text_of(tokenizer, row).count("<|begin_of_text|>") == 1
+    tokenizer = with_template(smollm2_tokenizer, LLAMA3_LIKE, LLAMA3_SPECIAL, eos)
+    rows = render(tokenizer, CHAT, {})
+    said = [["Four.<|eot_id|>"], [CHAT[3]["content"].strip() + "<|eot_id|>"]]
+    assert [answers(tokenizer, row) for row in rows] == said
+    assert [text_of(tokenizer, row).count("<|begin_of_text|>") for row in rows] == [1, 1]
+
+
+def test_a_row_for_each_answer_only_where_the_tokens_of_a_prompt_depend_on_what_follows(smollm2_tokenizer: Any) -> None:
+    # This tokenizer reads two newlines as one token at the end of a prompt, and as two before an answer.
+    tokenizer = with_template(smollm2_tokenizer, LLAMA3_LIKE, LLAMA3_SPECIAL)
+    assert [row.turn for row in render(tokenizer, CHAT, {})] == [1, 2]
+    one_newline = LLAMA3_LIKE.replace("<|end_header_id|>\\n\\n", "<|end_header_id|>\\n")
+    (row,) = render(with_template(smollm2_tokenizer, one_newline, LLAMA3_SPECIAL), CHAT, {})
+    assert row.turn is None
+
+
+@pytest.mark.parametrize("answer", ["\nFour.", "  Four.", "\n\n Four."])
+def test_an_answer_that_begins_with_blanks_is_supervised_from_its_first_one(
+    smollm2_tokenizer: Any, answer: str
+) -> None:
+    chat = [CHAT[0], {"role": "assistant", "content": answer}]
+    (row,) = render(smollm2_tokenizer, chat, {})
+    assert answers(smollm2_tokenizer, row) == [answer + "<|im_end|>"]
+    begin = int(np.argmax(row.supervised_T))
+    assert row.tokens_T[:begin].tolist() == prompt_ids(smollm2_tokenizer, chat[:1], {})
 
 
 def test_end_of_turn_that_is_not_the_eos_leaves_the_newline_unsupervised(smollm2_tokenizer: Any) -> None:
@@ -236,3 +336,16 @@ def test_a_run_is_measured_by_its_longest_stretch() -> None:
         check_run(mask, 4)
     with pytest.raises(ChatRejected, match="has 0 of 2"):
         check_run(np.zeros(4, dtype=bool), 2)
+
+
+@pytest.mark.parametrize("content", ["", "Let me look."])
+def test_tool_calls_that_the_template_leaves_out_are_not_trained_on(smollm2_tokenizer: Any, content: str) -> None:
+    call = {"type": "function", "function": {"name": "look", "arguments": {"at": "sky"}}}
+    messages = [CHAT[0], {"role": "assistant", "content": content, "tool_calls": [call]}]
+    assert reason(smollm2_tokenizer, messages) == "tool_calls_not_rendered"
+    shows = (
+        "{%- for m in messages %}{{ m.role + ': ' + m.content + (m.tool_calls | tojson if m.tool_calls else '') }}\n"
+    )
+    shows += "<|im_end|>{% endfor -%}{% if add_generation_prompt %}assistant: {% endif -%}"
+    (row,) = render(with_template(smollm2_tokenizer, shows), messages, {})
+    assert "look" in answers(smollm2_tokenizer, row)[0]

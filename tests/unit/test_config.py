@@ -43,7 +43,33 @@ def test_overrides_are_typed() -> None:
         ("data.sources=[]", "data.sources is empty"),
         ("train.betas=[0.9]", "train.betas"),
         ("nonsense", "not of the form section.key=value"),
-        ("train.seed=[", "a value that is not YAML"),
+        ("train.seed=[", "line 1: this is not YAML that can be used"),
+        ("train.seed=2026-99-99", "train.seed is '2026-99-99', but must be of type int"),
+        ("train.seed=" + "1" * 5000, "override 'train.seed=1111.*this is not YAML that can be used"),
+        ("train.seed=0x" + "f" * 5000, "past 64 bits"),
+        ("train.learning_rate=1" + "0" * 400, "past 64 bits"),
+        ("train.learning_rate=1e400", "must be finite"),
+        ("train.seed=!!int abc", "this is not YAML that can be used"),
+        ("train.seed=!!int", "this is not YAML that can be used"),
+        ("train.seed=!!bool abc", "this is not YAML that can be used"),
+        ("train.seed=!!timestamp abc", "this is not YAML that can be used"),
+        ("train.seed=!!python/name:os.system", "this is not YAML that can be used"),
+        ("data.chat_template_kwargs=" + "[" * 3000, "this is not YAML that can be used"),
+        ("data.chat_template_kwargs={a: 1, a: 2}", "the key 'a' is given a second time"),
+        ("data.chat_template_kwargs={1: a, b: c}", "a key is not text; quote it"),
+        ("data.chat_template_kwargs={a: {[1]: 2}}", "a key is not text; quote it"),
+        ("data.chat_template_kwargs=&a {b: *a}", "recursive"),
+        ("data.chat_template_kwargs=&a {b: [*a]}", "recursive"),
+        ('cache_dir="a\\0b"', "cache_dir is .*no file can have that name"),
+        ('runs_dir="\\ud800"', "runs_dir is .*no file can have that name"),
+        ("data.sources=[" + "n" * 256 + "]", r"data.sources\[0\] is .*no file can have that name"),
+        ("train.learning_rate=0", "train.learning_rate is 0.0, but must be at least 1e-07"),
+        ("train.seed=9223372036854775808", "past 64 bits|train.seed is 9223372036854775808, but must be at most"),
+        ("schedule.batches_per_step=1000000000000", "batches_per_step is 1000000000000, but must be at most 1000000"),
+        ("train.epochs=1000000000", "train.epochs is 1000000000, but must be at most 10000"),
+        ("drafter.block_size=3000", "drafter.block_size is 3000, but must be at most 256"),
+        ("drafter.num_layers=1000000", "drafter.num_layers is 1000000, but must be at most 1024"),
+        ("data.workers=100000", "data.workers is 100000, but must be at most 1024"),
         ("target.model.name=x", "'model' is a value, not a section"),
     ],
 )
@@ -60,11 +86,39 @@ def test_files_that_are_no_configs_are_refused(text: str, tmp_path: Path) -> Non
         load_config(path)
 
 
+def test_a_section_given_twice_is_refused_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "twice.yaml"
+    path.write_text(
+        "target: {model: a}\ntrain: {seed: 1}\ndata: {sources: [b]}\ntrain: {epochs: 2}\n", encoding="utf-8"
+    )
+    with pytest.raises(UserError, match=r"twice\.yaml, line 4: .*the key 'train' is given a second time"):
+        load_config(path)
+
+
+def test_dates_are_text_and_merged_sections_may_be_overridden(tmp_path: Path) -> None:
+    path = tmp_path / "merged.yaml"
+    extra = "\nnoise: &noise {kind: uniform, scale: 0.5}\n"
+    path.write_text(SHIPPED[-1].read_text(encoding="utf-8") + extra, encoding="utf-8")
+    config = load_config(path, ["data.chat_template_kwargs={date_string: 2026-01-31, b: &b {c: 1}, d: {<<: *b, c: 2}}"])
+    assert config.data.chat_template_kwargs == {"date_string": "2026-01-31", "b": {"c": 1}, "d": {"c": 2}}
+    path.write_text(config_text(config), encoding="utf-8")
+    assert load_config(path) == config
+
+
 def test_a_missing_required_key_is_named(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text("target: {}\n", encoding="utf-8")
     with pytest.raises(UserError, match=r"target\.model is missing|data is missing"):
         load_config(path)
+
+
+def test_a_home_folder_is_no_folder_named_tilde(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/somebody")
+    config = load_config(SHIPPED[0], ["cache_dir=~/cache", "runs_dir=~/runs"])
+    assert (config.cache_dir, config.runs_dir) == ("/home/somebody/cache", "/home/somebody/runs")
+    for key in ("cache_dir", "runs_dir"):
+        with pytest.raises(UserError, match=f"{key} is ~nobody-has-this-name/x, but ~nobody-has-this-name is no home"):
+            load_config(SHIPPED[0], [f"{key}=~nobody-has-this-name/x"])
 
 
 def test_every_key_is_read_somewhere() -> None:

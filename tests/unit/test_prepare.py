@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -14,7 +15,8 @@ import numpy as np
 import pytest
 
 from dflash_dist.config import Config, DataConfig, ObjectiveConfig, ScheduleConfig, TargetConfig
-from dflash_dist.data.prepare import prepare, prepare_with_report, print_report, store_fingerprint
+from dflash_dist.data.fingerprint import fingerprint_of, ingredients_of
+from dflash_dist.data.prepare import prepare, prepare_with_report, print_report
 from dflash_dist.data.store import TokenStore
 from dflash_dist.errors import UserError
 
@@ -53,6 +55,10 @@ def tokenizer_folder(smollm2_folder: Path, tmp_path: Path) -> Path:
         if file.suffix != ".safetensors":
             shutil.copy(file, folder)
     return folder
+
+
+def store_fingerprint(config: Config, target_folder: Path) -> str:
+    return fingerprint_of(ingredients_of(config, target_folder))
 
 
 def stores(cache: Path) -> list[str]:
@@ -143,11 +149,27 @@ def test_what_a_store_depends_on_changes_its_fingerprint_and_nothing_else_does(
     ]
     changed = {store_fingerprint(c, tokenizer_folder) for c in other}
     assert len(changed | {first}) == len(other) + 1
-    (tokenizer_folder / "tokenizer_config.json").write_text("{}")
-    changed.add(store_fingerprint(config, tokenizer_folder))
     write_jsonl(source, [chat(1)])
     changed.add(store_fingerprint(config, tokenizer_folder))
-    assert len(changed | {first}) == len(other) + 3
+    assert len(changed | {first}) == len(other) + 2
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["tokenizer_config.json", "tokenization_own.py", "chat_template.jinja", "additional_chat_templates/rag.jinja"],
+)
+def test_every_file_that_a_tokenizer_is_made_of_changes_the_fingerprint(tmp_path: Path, name: str) -> None:
+    config = config_for(tmp_path, write_jsonl(tmp_path / "a.jsonl", [chat(0)]))
+    folder = tmp_path / "target"
+    file = folder / name
+    file.parent.mkdir(parents=True)
+    (folder / "tokenizer.json").write_text("{}")
+    fingerprints = [store_fingerprint(config, folder)]
+    for content in ("a", "b"):
+        file.write_text(content)
+        fingerprints.append(store_fingerprint(config, folder))
+    (folder / "model.safetensors").write_text("weights")
+    assert len({*fingerprints, store_fingerprint(config, folder)}) == 3
 
 
 def test_a_changed_template_makes_another_store(tmp_path: Path, tokenizer_folder: Path) -> None:
@@ -259,6 +281,86 @@ def test_a_damaged_store_is_made_anew(tmp_path: Path, smollm2_folder: Path, caps
     assert not prepare_with_report(config, smollm2_folder)[1].reused
     assert "it is made anew" in capsys.readouterr().err
     assert len(TokenStore.open(folder)) == 2
+
+
+def test_a_store_with_another_report_is_made_anew(
+    tmp_path: Path, smollm2_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = config_for(tmp_path, write_jsonl(tmp_path / "a.jsonl", [chat(0), chat(1)]))
+    folder, report = prepare_with_report(config, smollm2_folder)
+    meta = json.loads((folder / "meta.json").read_text())
+    for other in (meta["report"] | {"novel": 1}, {"chats": 2}, [], None):
+        (folder / "meta.json").write_text(json.dumps(meta | {"report": other}))
+        again = prepare_with_report(config, smollm2_folder)[1]
+        assert again == dataclasses.replace(report, seconds=again.seconds)
+        assert "it is made anew" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("a.jsonl", r"data source \S*/a\.jsonl changed while it was read; run"),
+        ("b.json", r"data source \S*/b\.json changed while it was read; run"),
+        ("target/chat_template.jinja", r"the tokenizer of \S*/target changed while it was read; run"),
+    ],
+)
+def test_what_changes_while_it_is_read_makes_no_store(
+    tmp_path: Path, tokenizer_folder: Path, name: str, message: str
+) -> None:
+    first = write_jsonl(tmp_path / "a.jsonl", [chat(0), chat(1)])
+    second = write_jsonl(tmp_path / "b.json", [chat(2)])
+    file = tmp_path / name
+    original = file.read_bytes()
+    config = config_for(tmp_path, first, second)
+    with pytest.raises(UserError, match=message):
+        prepare(config, tokenizer_folder, lambda chats: file.write_bytes(original + b"\n"))
+    assert stores(tmp_path) == []
+    file.write_bytes(original)
+    assert prepare_with_report(config, tokenizer_folder)[1].documents == 3
+
+
+def sides(folder: Path, tokenizer: Any) -> tuple[set[str], set[str]]:
+    """The texts held out, and those trained on."""
+    store = TokenStore.open(folder)
+    texts = [tokenizer.decode(store.read(np.array([i])).tokens_T) for i in range(len(store))]
+    return tuple(
+        {t for t, out in zip(texts, store.held_out, strict=True) if bool(out) is side} for side in (True, False)
+    )
+
+
+@pytest.mark.parametrize("kind", ["file twice", "rows twice", "other answers", "parts of a chat"])
+def test_no_question_that_is_held_out_is_trained_on(
+    tmp_path: Path, smollm2_folder: Path, smollm2_tokenizer: Any, kind: str
+) -> None:
+    rows = [chat(i) for i in range(40)]
+    bare = [{"messages": row["messages"]} for row in rows]
+    file = tmp_path / "a.jsonl"
+    sources = [file]
+    if kind == "file twice":
+        write_jsonl(file, rows)
+        sources = [file, file]
+    elif kind == "rows twice":
+        write_jsonl(file, bare * 2)
+    elif kind == "other answers":
+        write_jsonl(file, [*bare, *({"messages": chat(i, words=5)["messages"]} for i in range(40))])
+    else:
+        write_jsonl(file, [*bare, *({"messages": row["messages"] + chat(99)["messages"]} for row in rows)])
+    folder, report = prepare_with_report(config_for(tmp_path, *sources, held_out_share=0.3), smollm2_folder)
+    assert report.documents == 80
+    held_out, training = sides(folder, smollm2_tokenizer)
+    asked = [{re.findall(r"Say (\d+)", text)[0] for text in side} for side in (held_out, training)]
+    assert len(asked[0]) + len(asked[1]) == 40, "each is on one side"
+    assert len(asked[0]) == 12, "the share"
+
+
+def test_the_tools_of_a_row_reach_the_template(tmp_path: Path, tokenizer_folder: Path, smollm2_tokenizer: Any) -> None:
+    template = tokenizer_folder / "chat_template.jinja"
+    template.write_text("{% if tools %}{{ tools[0].name + '!' }}{% endif %}" + template.read_text())
+    rows = [chat(0), chat(1) | {"tools": [{"name": "weather"}]}, chat(2) | {"tools": '[{"name": "clock"}]'}]
+    config = config_for(tmp_path, write_jsonl(tmp_path / "a.jsonl", rows), held_out_share=0.0)
+    store = TokenStore.open(prepare(config, tokenizer_folder))
+    begins = [smollm2_tokenizer.decode(store.read(np.array([i])).tokens_T).split("<")[0] for i in range(3)]
+    assert begins == ["", "weather!", "clock!"]
 
 
 def test_a_full_disk_is_named_and_nothing_is_left(tmp_path: Path, smollm2_folder: Path) -> None:

@@ -74,6 +74,65 @@ def test_parquet_gives_what_jsonl_gives(tmp_path: Path) -> None:
     assert first.messages[2] == {"role": "assistant", "content": None, "tool_calls": ["f()"]}
 
 
+def test_parquet_fills_no_nulls_into_tools_and_calls(tmp_path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    tools = [{"name": "f", "parameters": {"a": "int"}}, {"name": "g", "parameters": {"b": "str"}}]
+    calls = [{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {"b": "x"}}]
+    messages = [MESSAGES[0], {"role": "assistant", "content": "", "tool_calls": calls}]
+    pyarrow.parquet.write_table(
+        pyarrow.Table.from_pylist([{"messages": messages, "tools": tools}, {"messages": MESSAGES, "tools": None}]),
+        tmp_path / "a.parquet",
+    )
+    first, second = chats(str(tmp_path / "a.parquet"))
+    assert (first.messages, first.template_kwargs) == (messages, {"tools": tools})
+    assert (second.messages, second.template_kwargs) == (MESSAGES, {})
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ([{"type": "text", "text": "hi "}, {"type": "text", "text": "you"}], "hi you"),
+        ([{"text": "hi"}, " you"], "hi you"),
+        ("", ""),
+    ],
+)
+def test_text_parts_are_joined(tmp_path: Path, content: Any, text: str) -> None:
+    name = write(tmp_path / "a.json", [{"messages": [{"role": "user", "content": content}, MESSAGES[1]]}])
+    assert chats(name)[0].messages == [{"role": "user", "content": text}, MESSAGES[1]]
+
+
+@pytest.mark.parametrize("role", ["system", "user", "assistant", "tool"])
+@pytest.mark.parametrize(
+    "content",
+    [5, 1.5, True, {"text": "hi"}, [], [5], [{"type": "text", "text": None}], ["hi", {"type": "image", "text": "x"}]],
+    ids=str,
+)
+def test_content_that_is_not_text_is_rejected(tmp_path: Path, role: str, content: Any) -> None:
+    rows = [{"messages": [*MESSAGES, {"role": role, "content": content}]}]
+    rows.append({"conversations": [*SHAREGPT, {"from": role, "value": content}]})
+    read = list(read_source(write(tmp_path / "a.json", rows)))
+    assert [(row.reason, row.location) for row in read if isinstance(row, Rejection)] == [
+        ("content_not_text", "a.json:1"),
+        ("content_not_text", "a.json:2"),
+    ]
+    assert read[0].detail == f"message 3 holds {type(content).__name__}"  # type: ignore[union-attr]
+
+
+def test_only_an_assistant_may_say_nothing(tmp_path: Path) -> None:
+    rows = [{"messages": [*MESSAGES, {"role": role, "content": None}]} for role in ("assistant", "user", "system")]
+    first, *others = read_source(write(tmp_path / "a.json", rows))
+    assert isinstance(first, Chat)
+    assert [row.reason for row in others if isinstance(row, Rejection)] == ["content_not_text"] * 2
+
+
+@pytest.mark.parametrize("tools", [5, {"name": "f"}, "f(x)", '{"name": "f"}', "[" * 100_000])
+def test_tools_that_are_no_list_are_rejected(tmp_path: Path, tools: Any) -> None:
+    (row,) = read_source(write(tmp_path / "a.json", [{"messages": MESSAGES, "tools": tools}]))
+    assert isinstance(row, Rejection) and row.reason == "tools_not_a_list"
+
+
 def test_parquet_that_is_cut_off_or_has_other_columns_is_refused(tmp_path: Path) -> None:
     import pyarrow
     import pyarrow.parquet
@@ -110,6 +169,8 @@ def test_missing_and_empty_files_are_refused(tmp_path: Path, suffix: str) -> Non
     ("name", "content", "message"),
     [
         ("cut.json", json.dumps([{"messages": MESSAGES}] * 3)[:100], r"cut off or not JSON: .* character \d+ of 100"),
+        ("digits.json", "[" + "9" * 5000 + "]", "digits.json cannot be read as JSON: Exceeds the limit"),
+        ("deep.json", "[" * 100_000, r"deep\.json cannot be read as JSON: maximum recursion"),
         ("number.json", "5", "holds one int, but must hold a list"),
         ("none.json", "[]", "holds no rows"),
         ("blank.jsonl", "\n\n", "holds no rows"),
@@ -119,6 +180,20 @@ def test_missing_and_empty_files_are_refused(tmp_path: Path, suffix: str) -> Non
 def test_files_that_hold_no_rows_are_refused(tmp_path: Path, name: str, content: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         list(read_source(write(tmp_path / name, content)))
+
+
+@pytest.mark.parametrize(
+    "name", ["~nobody-has-this-name/a.jsonl", "~nobody-has-this-name", "/" + "a" * 300 + ".jsonl", "nul\0.jsonl"]
+)
+@pytest.mark.parametrize("use", [lambda name: list(read_source(name)), source_identity])
+def test_names_that_no_file_can_have_are_refused(name: str, use: Any) -> None:
+    with pytest.raises(UserError, match=r"data source .*; check data\.sources"):
+        use(name)
+
+
+def test_a_long_name_may_be_one_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert source_identity("a" * 300) == ["a" * 300, ""]
 
 
 def test_a_folder_is_refused(tmp_path: Path) -> None:

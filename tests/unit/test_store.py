@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dflash_dist.data.store import StoreWriter, TokenStore, document_key, write_once
+from dflash_dist.data.store import StoreWriter, TokenStore, document_key, opening_key, write_once
 from dflash_dist.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -19,6 +19,10 @@ def tokens_of(document: int, length: int) -> np.ndarray:
     return np.arange(length, dtype=np.uint32) + 100_000 * (document + 1)
 
 
+def opening(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
 def write_store(folder: Path, share: float = 0.0, ids: list[str] | None = None) -> TokenStore:
     folder.mkdir(parents=True)
     ids = ids or [f"chat {i}" for i in range(len(LENGTHS))]
@@ -27,7 +31,7 @@ def write_store(folder: Path, share: float = 0.0, ids: list[str] | None = None) 
             writer.add(
                 chat_id,
                 [("", tokens_of(i, length), np.arange(length) % 2 == 1)],
-                [{"role": "user", "content": chat_id}],
+                opening(chat_id),
             )
         writer.finish("f00d", {})
     return TokenStore.open(folder)
@@ -58,30 +62,67 @@ def test_repeated_ids_get_distinct_keys(tmp_path: Path) -> None:
     assert store.keys.tolist() == [document_key(i) for i in ("a", "a#2", "a#2#2", "a#3", "b")]
 
 
-def test_the_rows_of_one_chat_are_held_out_together(tmp_path: Path) -> None:
-    with StoreWriter(tmp_path, 0.5) as writer:
-        for i in range(40):
-            rows = [(f"/turn{k}", tokens_of(i, 4), np.ones(4, dtype=bool)) for k in (1, 2, 3)]
-            writer.add(f"chat {i}", rows, [{"role": "user", "content": str(i)}])
+def test_an_id_that_all_rows_have_takes_no_longer_for_many(tmp_path: Path) -> None:
+    with StoreWriter(tmp_path, 0.0) as writer:
+        names = [writer._unused_id("same") for _ in range(100_000)]
+    assert names[:2] + names[-1:] == ["same", "same#2", "same#100000"]
+
+
+def written(folder: Path, share: float, openings: list[str], rows: int = 1) -> TokenStore:
+    """A store of chats with ids of their own and `rows` documents each, which open with these texts."""
+    folder.mkdir(exist_ok=True)
+    with StoreWriter(folder, share) as writer:
+        for i, text in enumerate(openings):
+            documents = [(f"/turn{k}", tokens_of(i, 4), np.ones(4, dtype=bool)) for k in range(1, rows + 1)]
+            writer.add(f"chat {i}", documents, opening(text))
         writer.finish("", {})
-    store = TokenStore.open(tmp_path)
+    return TokenStore.open(folder)
+
+
+def test_the_rows_of_one_chat_are_held_out_together(tmp_path: Path) -> None:
+    store = written(tmp_path, 0.5, [str(i) for i in range(40)], rows=3)
     held_out = store.held_out.reshape(40, 3)
     assert (held_out == held_out[:, :1]).all()
-    assert held_out[:, 0].tolist() == [document_key(f"chat {i}") < 2**63 for i in range(40)]
+    keys = [opening_key(opening(str(i))) for i in range(40)]
+    assert held_out[:, 0].tolist() == [key < sorted(keys)[20] for key in keys]
     assert len(np.unique(store.keys)) == 120
-    expected = sorted((i for i in range(40) if held_out[i, 0]), key=lambda i: document_key(f"chat {i}"))
-    assert [prompt[0]["content"] for prompt in store.prompts(100)] == [str(i) for i in expected]
+    expected = sorted((i for i in range(40) if held_out[i, 0]), key=lambda i: keys[i])
+    assert store.prompts(100) == [opening(str(i)) for i in expected]
     assert len(store.prompts(3)) == 3
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*store.meta["sizes_bytes"], "meta.json"])
+
+
+@pytest.mark.parametrize("copies", [2, 3])
+@pytest.mark.parametrize("share", [0.02, 0.3])
+def test_chats_that_open_alike_are_never_on_both_sides(tmp_path: Path, copies: int, share: float) -> None:
+    openings = [str(i) for i in range(150)] * copies
+    store = written(tmp_path, share, openings)
+    held_out = {text for text, out in zip(openings, store.held_out, strict=True) if out}
+    training = {text for text, out in zip(openings, store.held_out, strict=True) if not out}
+    assert not held_out & training
+    assert len(held_out) == max(1, share * 150)
+    assert len(store.prompts(1000)) == len(held_out), "each is asked once"
+
+
+def test_an_opening_of_more_chats_than_may_be_held_out_is_trained_on(tmp_path: Path) -> None:
+    texts = sorted((str(i) for i in range(60)), key=lambda text: opening_key(opening(text)))
+    often, seldom = texts[:2], texts[2:]
+    store = written(tmp_path, 0.3, [*often * 50, *seldom])
+    assert not store.held_out[:100].any()
+    assert store.held_out[100:].any()
+    # Nor where there is room for none.
+    store = written(tmp_path / "few", 1e-12, [*often * 50, *seldom])
+    assert np.flatnonzero(store.held_out).tolist() == [100]
 
 
 @pytest.mark.parametrize("share", [1e-12, 1 - 1e-12])
 def test_both_sides_of_the_split_get_a_document(tmp_path: Path, share: float) -> None:
     store = write_store(tmp_path / "s", share=share)
-    keys = [document_key(f"chat {i}") for i in range(len(LENGTHS))]
+    keys = [opening_key(opening(f"chat {i}")) for i in range(len(LENGTHS))]
     assert 0 < store.held_out.sum() < len(LENGTHS)
     assert store.held_out[int(np.argmin(keys))]
     assert len(store.prompts(10)) == store.held_out.sum()
-    assert store.prompts(1) == [[{"role": "user", "content": f"chat {int(np.argmin(keys))}"}]]
+    assert store.prompts(1) == [opening(f"chat {int(np.argmin(keys))}")]
 
 
 def test_nothing_is_held_out_of_one_document_or_for_a_share_of_zero(tmp_path: Path) -> None:
@@ -113,6 +154,15 @@ def test_a_store_without_or_with_a_cut_meta_file_is_refused(tmp_path: Path) -> N
         TokenStore.open(tmp_path / "s")
     (tmp_path / "s" / "meta.json").unlink()
     with pytest.raises(UserError, match=r"meta\.json is missing"):
+        TokenStore.open(tmp_path / "s")
+
+
+@pytest.mark.parametrize("key", ["format_version", "sizes_bytes", "fingerprint", "report"])
+def test_a_meta_file_without_a_key_is_refused(tmp_path: Path, key: str) -> None:
+    write_store(tmp_path / "s")
+    meta = tmp_path / "s" / "meta.json"
+    meta.write_text(meta.read_text().replace(f'"{key}"', '"other"'))
+    with pytest.raises(UserError, match=rf"meta\.json cannot be read .*{key}"):
         TokenStore.open(tmp_path / "s")
 
 
