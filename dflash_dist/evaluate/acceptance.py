@@ -1,4 +1,4 @@
-"""Measuring a drafter: acceptance length and speed by real speculative decoding against plain greedy decoding."""
+"""Measuring a drafter: acceptance length and speed by real speculative decoding against plain decoding."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from dflash_dist.config import EvaluateConfig
 from dflash_dist.drafter.model import DFlashDrafter
 from dflash_dist.errors import UserError
-from dflash_dist.evaluate.speculate import Generation, greedy_decode, speculative_decode
+from dflash_dist.evaluate.sampling import choice_of
+from dflash_dist.evaluate.speculate import Generation, context_left, plain_decode, speculative_decode
 
 if TYPE_CHECKING:
     from dflash_dist.target.load import TargetEnds
@@ -21,12 +23,12 @@ def evaluate(
     target: Any,
     drafter: DFlashDrafter,
     ends: TargetEnds,
+    settings: EvaluateConfig,
     *,
-    max_new_tokens: int,
     chat_template_kwargs: dict[str, Any] | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
-    """What `summarise` gives for the prompts, each decoded greedily with and without the drafter, one at a time.
+    """What `summarise` gives for the prompts, each decoded with and without the drafter, one at a time.
 
     `prompts`: lists of chat messages, without the answer. `target`: the full model, on its device. The drafter decodes
     in the target's dtype, as it is served. `on_progress(done, prompts)` is called after each prompt. UserError where
@@ -37,47 +39,56 @@ def evaluate(
     drafter = copy.deepcopy(drafter).to(device=target.device, dtype=target.dtype).eval()
     stops = stop_ids(target)
     rendered = [prompt_ids(tokenizer, messages, chat_template_kwargs or {}) for messages in prompts]
+    for number, ids in enumerate(rendered, start=1):
+        context_left(target, len(ids), f"prompt {number} of {len(rendered)}")
     # Kernels are chosen and compiled on first use: not part of the measurement.
-    warm_up_tokens = min(max_new_tokens, 2 * drafter.config.block_size)
-    greedy_decode(target, rendered[0], warm_up_tokens, ())
-    speculative_decode(target, drafter, ends, rendered[0], warm_up_tokens, ())
+    few, choice = min(settings.max_new_tokens, 2 * drafter.config.block_size), choice_of(settings, 0, target.device)
+    plain_decode(target, rendered[0], few, (), choice)
+    speculative_decode(target, drafter, ends, rendered[0], few, (), choice)
 
-    greedy: list[Generation] = []
+    plain: list[Generation] = []
     speculative: list[Generation] = []
-    for ids in rendered:
-        greedy.append(greedy_decode(target, ids, max_new_tokens, stops))
-        speculative.append(speculative_decode(target, drafter, ends, ids, max_new_tokens, stops))
+    for number, ids in enumerate(rendered):
+        choice = choice_of(settings, number, target.device)
+        plain.append(plain_decode(target, ids, settings.max_new_tokens, stops, choice))
+        speculative.append(speculative_decode(target, drafter, ends, ids, settings.max_new_tokens, stops, choice))
         if on_progress:
-            on_progress(len(greedy), len(rendered))
-    return summarise(greedy, speculative, drafter.config.block_size)
+            on_progress(len(plain), len(rendered))
+    return summarise(plain, speculative, drafter.config.block_size, greedy=settings.temperature == 0)
 
 
-def summarise(greedy: Sequence[Generation], speculative: Sequence[Generation], block_size: int) -> dict[str, Any]:
+def summarise(
+    plain: Sequence[Generation], speculative: Sequence[Generation], block_size: int, *, greedy: bool
+) -> dict[str, Any]:
     """The measures of one evaluation; None where no prompt gave a second token.
 
     tau_pooled: tokens committed per target forward over all cycles; tau_macro: mean over prompts of each prompt's own
-    mean. greedy_equal: prompts with the same tokens either way. tokens_per_s and speedup count the time after the
-    prefill. acceptance_per_position: share of all cycles that accept offset 1, 2, ...; acceptance_conditional: share of
-    those that accepted the offset before it. histogram: cycles that committed 1, 2, ... tokens.
+    mean, which tau_per_prompt lists. greedy_equal: prompts with the same tokens either way, None where they are
+    sampled. tokens_per_s and speedup count the time after the prefill. acceptance_per_position: share of all cycles
+    that accept offset 1, 2, ...; acceptance_conditional: share of those that accepted the offset before it.
+    histogram: cycles that committed 1, 2, ... tokens.
     """
     cycles = [count for generation in speculative for count in generation.cycles]
     histogram = [cycles.count(count) for count in range(1, block_size + 1)]
     reached = [sum(histogram[offset:]) for offset in range(block_size)]
-    means = [sum(g.cycles) / len(g.cycles) for g in speculative if g.cycles]
-    greedy_token_s, token_s = _seconds_per_token(greedy), _seconds_per_token(speculative)
+    tau_per_prompt = [_ratio(sum(g.cycles), len(g.cycles)) for g in speculative]
+    means = [tau for tau in tau_per_prompt if tau is not None]
+    plain_token_s, token_s = _seconds_per_token(plain), _seconds_per_token(speculative)
+    equal = sum(a.ids == b.ids for a, b in zip(plain, speculative, strict=True))
     return {
         "tau_pooled": _ratio(sum(cycles), len(cycles)),
         "tau_macro": _ratio(sum(means), len(means)),
         "prompts": len(speculative),
-        "greedy_equal": sum(a.ids == b.ids for a, b in zip(greedy, speculative, strict=True)),
+        "greedy_equal": equal if greedy else None,
         "tokens_per_s": _ratio(1.0, token_s),
-        "greedy_tokens_per_s": _ratio(1.0, greedy_token_s),
-        "speedup": _ratio(greedy_token_s, token_s),
+        "plain_tokens_per_s": _ratio(1.0, plain_token_s),
+        "speedup": _ratio(plain_token_s, token_s),
         "new_tokens": sum(len(g.ids) for g in speculative),
         "cycles": len(cycles),
+        "histogram": histogram,
         "acceptance_per_position": [_ratio(count, len(cycles)) for count in reached[1:]],
         "acceptance_conditional": [_ratio(b, a) for a, b in itertools.pairwise(reached)],
-        "histogram": histogram,
+        "tau_per_prompt": tau_per_prompt,
     }
 
 

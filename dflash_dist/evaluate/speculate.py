@@ -1,7 +1,8 @@
-"""Greedy speculative decoding of one sequence, and the plain greedy decoding that it must equal.
+"""Speculative decoding of one sequence, and the plain decoding that it must equal: token for token where it is greedy,
+in distribution where it is sampled.
 
-Shape suffixes: P prompt tokens, B tokens of a block, T newly committed tokens, H hidden size, F = K * H features of
-K taps, m key-value heads, d head size, V vocabulary rows.
+Shape suffixes: B tokens of a block, M = B - 1 drafted ones, T newly committed tokens, H hidden size, F = K * H features
+of K taps, m key-value heads, d head size, V vocabulary rows.
 """
 
 from __future__ import annotations
@@ -19,9 +20,12 @@ from torch import Tensor, nn
 from dflash_dist.drafter.mask import inference_masks
 from dflash_dist.drafter.model import DFlashDrafter, KeyValue
 from dflash_dist.errors import UserError
+from dflash_dist.evaluate.sampling import Choice, Greedy
 
 if TYPE_CHECKING:
     from dflash_dist.target.load import TargetEnds
+
+GREEDY = Greedy()
 
 
 @dataclass
@@ -56,20 +60,10 @@ class TargetDecoder:
         self.length = 0
         """Committed tokens in the cache."""
 
-    def new_tokens(self, prompt_tokens: int, wanted: int) -> int:
-        """How many of the wanted new tokens fit the target's context; UserError if the prompt alone fills it."""
-        context = int(self._target.config.get_text_config().max_position_embeddings)
-        if prompt_tokens >= context:
-            raise UserError(
-                f"a prompt has {prompt_tokens} tokens, but the target's context holds {context} with at least one new "
-                "token; shorten or leave out the prompt"
-            )
-        return min(wanted, context - prompt_tokens)
-
     def run(self, ids_T: Tensor, last_only: bool = False) -> tuple[Tensor, Tensor | None]:
-        """Appends tokens to the cache: the greedy next tokens int64 [T] and the features [T, F].
+        """Appends tokens to the cache: the logits [T, V] of what follows each, and the features [T, F].
 
-        `last_only`: next tokens [1], after the last of the tokens alone. Features are None where nothing is tapped.
+        `last_only`: logits [1, V] after the last of the tokens alone. Features are None where nothing is tapped.
         """
         captured: list[Tensor] = []
 
@@ -90,7 +84,7 @@ class TargetDecoder:
             for hook in hooks:
                 hook.remove()
         self.length += len(ids_T)
-        return output.logits[0].argmax(-1), torch.cat(captured, dim=-1) if captured else None
+        return output.logits[0], torch.cat(captured, dim=-1) if captured else None
 
     def snapshot(self) -> list[Any]:
         """What `roll_back` needs: copies of the layers' caches that cannot be cropped, such as recurrent states."""
@@ -124,21 +118,38 @@ def _croppable(layer: Any) -> bool:
     return type(layer) is DynamicLayer
 
 
+def context_left(target: Any, prompt_tokens: int, prompt: str = "a prompt") -> int:
+    """How many new tokens fit the target's context after a prompt; UserError, naming `prompt`, if none does."""
+    context = int(target.config.get_text_config().max_position_embeddings)
+    if prompt_tokens >= context:
+        raise UserError(
+            f"{prompt} has {prompt_tokens} tokens, but the target's context holds {context} with at least one new "
+            "token; shorten or leave out the prompt"
+        )
+    return context - prompt_tokens
+
+
 @torch.inference_mode()
-def greedy_decode(target: Any, prompt_ids: Sequence[int], max_new_tokens: int, stop_ids: Collection[int]) -> Generation:
-    """The target's own greedy continuation, token by token with a cache.
+def plain_decode(
+    target: Any,
+    prompt_ids: Sequence[int],
+    max_new_tokens: int,
+    stop_ids: Collection[int],
+    choice: Choice = GREEDY,
+) -> Generation:
+    """The target's own continuation, token by token with a cache.
 
     Stops with the first of `stop_ids`, after `max_new_tokens`, or where the target's context is full.
     """
     decoder = TargetDecoder(target)
     device = target.device
-    limit = decoder.new_tokens(len(prompt_ids), max_new_tokens)
-    tokens, _ = decoder.run(torch.tensor(prompt_ids, device=device), last_only=True)
-    generation = Generation([int(tokens[0])])
+    limit = min(max_new_tokens, context_left(target, len(prompt_ids)))
+    logits_1V, _ = decoder.run(torch.tensor(prompt_ids, device=device), last_only=True)
+    generation = Generation([int(choice.draw(choice.odds(logits_1V)))])
     start_s = _now_s(device)
     while len(generation.ids) < limit and generation.ids[-1] not in stop_ids:
-        tokens, _ = decoder.run(tokens, last_only=True)
-        generation.ids.append(int(tokens[0]))
+        logits_1V, _ = decoder.run(torch.tensor(generation.ids[-1:], device=device))
+        generation.ids.append(int(choice.draw(choice.odds(logits_1V))))
     generation.decode_s = _now_s(device) - start_s
     return generation
 
@@ -151,16 +162,18 @@ def speculative_decode(
     prompt_ids: Sequence[int],
     max_new_tokens: int,
     stop_ids: Collection[int],
+    choice: Choice = GREEDY,
 ) -> Generation:
-    """The greedy continuation, drafted a block at a time and verified by one target forward a block.
+    """The target's continuation, drafted a block at a time and verified by one target forward a block.
 
-    Equals `greedy_decode` token for token, but for ties that the target's rounding breaks otherwise in a batch.
+    Greedy, it equals `plain_decode` token for token, but for ties that the target's rounding breaks otherwise in a
+    batch; sampled, it has the same distribution.
     """
     decoder = TargetDecoder(target, drafter.config.target_layer_ids)
     device = target.device
-    limit = decoder.new_tokens(len(prompt_ids), max_new_tokens)
-    tokens, features_TF = decoder.run(torch.tensor(prompt_ids, device=device), last_only=True)
-    generation = Generation([int(tokens[0])])
+    limit = min(max_new_tokens, context_left(target, len(prompt_ids)))
+    logits_1V, features_TF = decoder.run(torch.tensor(prompt_ids, device=device), last_only=True)
+    generation = Generation([int(choice.draw(choice.odds(logits_1V)))])
     context: list[KeyValue] = []
     start_s = _now_s(device)
     while len(generation.ids) < limit and generation.ids[-1] not in stop_ids:
@@ -169,16 +182,15 @@ def speculative_decode(
         assert context[0][0].shape[0] == decoder.length
         # The last block is shortened to the tokens still wanted, as z-lab's loop does.
         size = min(drafter.config.block_size, limit - len(generation.ids) + 1)
-        block_B = draft_block(drafter, ends, context, generation.ids[-1], size)
+        drafter_odds = choice.odds(block_logits(drafter, ends, context, generation.ids[-1], size))
+        drafted_M = choice.draw(drafter_odds)
+        block_B = torch.cat([torch.tensor(generation.ids[-1:], device=device), drafted_M])
         snapshot = decoder.snapshot()
-        next_B, features_BF = decoder.run(block_B)
+        logits_BV, features_BF = decoder.run(block_B)
         assert features_BF is not None
 
-        drafted, chosen = block_B.tolist()[1:], next_B.tolist()
-        accepted = next((i for i, token in enumerate(drafted) if token != chosen[i]), len(drafted))
-        new = chosen[: min(accepted + 1, limit - len(generation.ids))]
-        stop = next((i for i, token in enumerate(new) if token in stop_ids), len(new) - 1)
-        new = new[: stop + 1]
+        new = choice.verify(drafted_M, drafter_odds, choice.odds(logits_BV))
+        new = _until_stop(new[: limit - len(generation.ids)], stop_ids)
         generation.ids += new
         generation.cycles.append(len(new))
         decoder.roll_back(snapshot, block_B, accepted=len(new))
@@ -211,12 +223,10 @@ def block_logits(
     return ends.logits(hidden_1BH[0, 1:])
 
 
-def draft_block(drafter: DFlashDrafter, ends: TargetEnds, context: list[KeyValue], anchor_id: int, size: int) -> Tensor:
-    """int64 [size]: the anchor and the drafter's greedy choices after it."""
-    anchor_1 = torch.tensor([anchor_id], device=context[0][0].device)
-    if size == 1:
-        return anchor_1
-    return torch.cat([anchor_1, block_logits(drafter, ends, context, anchor_id, size).argmax(-1)])
+def _until_stop(ids: list[int], stop_ids: Collection[int]) -> list[int]:
+    """The tokens up to and with the first stop token."""
+    stop = next((i for i, token in enumerate(ids) if token in stop_ids), len(ids) - 1)
+    return ids[: stop + 1]
 
 
 def _now_s(device: torch.device) -> float:

@@ -1,11 +1,24 @@
+import numpy as np
 import pytest
 import torch
 
+from dflash_dist.config import TargetConfig
+from dflash_dist.drafter.anchors import draw_blocks
 from dflash_dist.drafter.model import DFlashDrafter
 from dflash_dist.errors import UserError
-from dflash_dist.evaluate.acceptance import evaluate, stop_ids, summarise
-from dflash_dist.evaluate.speculate import Generation, greedy_decode, speculative_decode
+from dflash_dist.evaluate.sampling import Sampled
+from dflash_dist.evaluate.speculate import (
+    Generation,
+    TargetDecoder,
+    block_logits,
+    extend_context,
+    plain_decode,
+    speculative_decode,
+)
+from dflash_dist.target.capture import TargetForward
+from dflash_dist.target.load import load_ends, load_full
 from tests.random_models import (
+    documents,
     drafter_config,
     ends_of,
     hybrid_config,
@@ -14,7 +27,7 @@ from tests.random_models import (
     random_drafter,
     random_target,
 )
-from tests.tiny import make_tokenizer
+from tests.tiny import TAPS, make_target
 
 
 def sliding_config(**changes):
@@ -29,6 +42,7 @@ def sliding_config(**changes):
 
 TARGETS = {"llama": llama_config, "qwen3": qwen3_config, "hybrid": hybrid_config, "sliding": sliding_config}
 PROMPT = [5, 17, 80, 3, 41, 9, 66]
+CPU = torch.device("cpu")
 
 
 class Oracle(DFlashDrafter):
@@ -74,7 +88,7 @@ def test_an_untrained_drafter_changes_no_token(name):
     for changes in layouts:
         drafter = random_drafter(drafter_config(target.config, **changes))
         for prompt in (PROMPT, [1]):
-            greedy = greedy_decode(target, prompt, 24, ())
+            greedy = plain_decode(target, prompt, 24, ())
             drafted = speculative_decode(target, drafter, ends, prompt, 24, ())
             assert drafted.ids == greedy.ids
             assert len(greedy.ids) == 24
@@ -84,11 +98,22 @@ def test_an_untrained_drafter_changes_no_token(name):
             assert sum(drafted.cycles) == 23
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_a_hybrid_target_rolls_its_recurrent_states_back_whatever_the_weights(seed):
+    target = random_target(hybrid_config(), seed)
+    greedy = plain_decode(target, PROMPT, 24, ())
+    wrong = set(np.random.default_rng(seed).choice(24, 8, replace=False).tolist())
+    oracle = Oracle(drafter_config(target.config), len(PROMPT), greedy.ids, wrong)
+    drafted = speculative_decode(target, oracle, oracle, PROMPT, 24, ())
+    assert drafted.ids == greedy.ids
+    assert drafted.cycles == expected_cycles(24, 4, wrong)
+
+
 @pytest.mark.parametrize("name", TARGETS)
 @pytest.mark.parametrize("wrong", [set(), {1}, {3, 4, 9}, {2, 5, 8, 11, 14, 17, 20, 23}])
 def test_an_oracle_commits_what_it_gets_right_and_one_more(name, wrong):
     target = random_target(TARGETS[name]())
-    greedy = greedy_decode(target, PROMPT, 25, ())
+    greedy = plain_decode(target, PROMPT, 25, ())
     oracle = Oracle(drafter_config(target.config), len(PROMPT), greedy.ids, wrong)
     drafted = speculative_decode(target, oracle, oracle, PROMPT, 25, ())
     assert drafted.ids == greedy.ids
@@ -100,7 +125,7 @@ def test_an_oracle_commits_what_it_gets_right_and_one_more(name, wrong):
 def test_the_drafter_gets_the_states_of_exactly_the_committed_tokens(name):
     target = random_target(TARGETS[name]())
     config = drafter_config(target.config)
-    greedy = greedy_decode(target, PROMPT, 20, ())
+    greedy = plain_decode(target, PROMPT, 20, ())
     oracle = Oracle(config, len(PROMPT), greedy.ids, {3, 4, 9})
     features, positions = [], []
     original = oracle.context
@@ -121,19 +146,92 @@ def test_the_drafter_gets_the_states_of_exactly_the_committed_tokens(name):
     torch.testing.assert_close(seen, expected[: len(seen)], rtol=1e-4, atol=1e-4)
 
 
+class Recording(Sampled):
+    """Keeps the target's odds of each committed token."""
+
+    def __init__(self, **settings) -> None:
+        super().__init__(**settings)
+        self.kept = []
+
+    def verify(self, drafted_M, drafter_odds, target_odds):
+        new = super().verify(drafted_M, drafter_odds, target_odds)
+        self.kept.append(target_odds[: len(new)])
+        return new
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_sampled_tokens_are_drawn_from_what_the_target_says_without_a_cache(name):
+    target = random_target(TARGETS[name]())
+    drafter, ends = random_drafter(drafter_config(target.config)), ends_of(target)
+    accepted = 0
+    for seed in range(4):
+        # Hot, so that some drafts of a random drafter are accepted and others rejected.
+        choice = Recording(temperature=8.0, seed=seed)
+        drafted = speculative_decode(target, drafter, ends, PROMPT, 24, (), choice)
+        assert len(drafted.ids) == 24
+        accepted += sum(count > 1 for count in drafted.cycles)
+        with torch.no_grad():
+            uncached = target(torch.tensor([PROMPT + drafted.ids])).logits[0]
+        # The last cycle's bonus token may be more than was wanted.
+        odds = torch.cat(choice.kept)[:23]
+        torch.testing.assert_close(odds, choice.odds(uncached[len(PROMPT) : -1]), rtol=1e-3, atol=1e-5)
+    assert accepted > 4
+
+
+@pytest.mark.parametrize("changes", [{}, {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 6}])
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "hybrid"])
+def test_training_logits_of_every_anchor_equal_those_of_cached_decoding(tmp_path, kind, changes):
+    settings = TargetConfig(model=str(make_target(kind, tmp_path)), dtype="float32")
+    target, ends = load_full(tmp_path, settings, CPU), load_ends(tmp_path, settings, CPU)
+    config = drafter_config(target.config, target_layer_ids=tuple(TAPS), **changes)
+    drafter, pack = random_drafter(config), documents([17, 6, 11], supervised_share=1.0)
+    blocks = draw_blocks(
+        pack, block_size=4, mask_token_id=config.mask_token_id, anchors_per_document=99, max_anchors=99, gamma=2.0,
+        seed=0, epoch=0, pad_to=8,
+    ).to(CPU)  # fmt: skip
+    forward = TargetForward(tmp_path, settings, tuple(TAPS), CPU)
+    tokens, lengths = torch.from_numpy(pack.tokens_T), pack.lengths_N.tolist()
+    features = torch.empty(len(tokens), forward.features)
+    forward.capture(tokens, pack.lengths_N, features)
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    numbers = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    compared = 0
+    with torch.no_grad():
+        masks = drafter.masks(blocks.anchors_A, blocks.keep_A, numbers)
+        embeddings, context = ends.embed(blocks.ids_AB), drafter.context(features, positions)
+        hidden = drafter.blocks(embeddings, blocks.positions_AB, context, masks)
+        trained = {
+            int(a): ends.logits(h[1:]) for a, h, k in zip(blocks.anchors_A, hidden, blocks.keep_A, strict=True) if k
+        }
+        for number in range(len(lengths)):
+            document, places = tokens[numbers == number], (numbers == number).nonzero()[:, 0].tolist()
+            # Tokens come to the caches one by one, each before two wrong ones that are rolled back.
+            decoder, context = TargetDecoder(target, TAPS), []
+            for position in range(1, len(document)):
+                snapshot, ran = decoder.snapshot(), torch.cat([document[position - 1 : position], torch.tensor([7, 8])])
+                states = decoder.run(ran)[1]
+                decoder.roll_back(snapshot, ran, accepted=1)
+                context = extend_context(drafter, context, states[:1])
+                if places[position] in trained:
+                    cached = block_logits(drafter, ends, context, int(document[position]), 4)
+                    torch.testing.assert_close(trained[places[position]], cached, rtol=1e-4, atol=1e-4)
+                    compared += 1
+    assert compared == sum(lengths) - 2 * len(lengths)
+
+
 @pytest.mark.parametrize("name", ["llama", "hybrid"])
 def test_decoding_ends_with_the_stop_token_and_clips_its_cycle(name):
     target = random_target(TARGETS[name]())
-    greedy = greedy_decode(target, PROMPT, 25, ()).ids
+    greedy = plain_decode(target, PROMPT, 25, ()).ids
     index = next(i for i in range(6, 25) if greedy[i] not in greedy[:i] and i % 4 not in (0, 3))
     stops = {greedy[index]}
-    stopped = greedy_decode(target, PROMPT, 25, stops)
+    stopped = plain_decode(target, PROMPT, 25, stops)
     oracle = Oracle(drafter_config(target.config), len(PROMPT), greedy, set())
     drafted = speculative_decode(target, oracle, oracle, PROMPT, 25, stops)
     assert stopped.ids == drafted.ids == greedy[: index + 1]
     assert drafted.cycles == expected_cycles(index + 1, 4, set())
     first = {greedy[0]}
-    assert greedy_decode(target, PROMPT, 25, first).ids == greedy[:1]
+    assert plain_decode(target, PROMPT, 25, first).ids == greedy[:1]
     assert speculative_decode(target, oracle, oracle, PROMPT, 25, first) == Generation(
         greedy[:1], pytest.approx(0, abs=1)
     )
@@ -142,70 +240,12 @@ def test_decoding_ends_with_the_stop_token_and_clips_its_cycle(name):
 def test_the_context_ends_the_answer_and_refuses_a_longer_prompt():
     target = random_target(llama_config(max_position_embeddings=16))
     drafter, ends = random_drafter(drafter_config(target.config)), ends_of(target)
-    greedy = greedy_decode(target, PROMPT, 25, ())
+    greedy = plain_decode(target, PROMPT, 25, ())
     assert len(greedy.ids) == 16 - len(PROMPT)
     assert speculative_decode(target, drafter, ends, PROMPT, 25, ()).ids == greedy.ids
     for decode in (
-        lambda prompt: greedy_decode(target, prompt, 4, ()),
+        lambda prompt: plain_decode(target, prompt, 4, ()),
         lambda prompt: speculative_decode(target, drafter, ends, prompt, 4, ()),
     ):
         with pytest.raises(UserError, match=r"prompt has 16 tokens.*context holds 16"):
             decode([1] * 16)
-
-
-def test_stop_ids_are_those_of_the_generation_config():
-    target = random_target(llama_config())
-    for value, expected in ((None, set()), (7, {7}), ([7, 9], {7, 9})):
-        target.generation_config.eos_token_id = value
-        assert stop_ids(target) == expected
-
-
-def test_the_summary_counts_by_hand():
-    greedy = [Generation([1, 2, 3, 4, 5, 6], 6.0), Generation([1, 2, 3], 2.0), Generation([9], 0.0)]
-    drafted = [Generation([1, 2, 3, 4, 5, 6], 1.0, [3, 2]), Generation([1, 2, 4], 1.0, [1, 1]), Generation([9], 0.0)]
-    result = summarise(greedy, drafted, 4)
-    assert result["tau_pooled"] == 7 / 4
-    assert result["tau_macro"] == (2.5 + 1.0) / 2
-    assert (result["prompts"], result["greedy_equal"], result["new_tokens"], result["cycles"]) == (3, 2, 10, 4)
-    assert result["tokens_per_s"] == 7 / 2
-    assert result["speedup"] == pytest.approx((8 / 7) / (2 / 7))
-    assert result["histogram"] == [2, 1, 1, 0]
-    assert result["acceptance_per_position"] == [2 / 4, 1 / 4, 0.0]
-    assert result["acceptance_conditional"] == [2 / 4, 1 / 2, 0.0]
-    nothing = summarise([Generation([9])], [Generation([9])], 4)
-    assert nothing["tau_pooled"] is None
-    assert nothing["speedup"] is None
-
-
-@pytest.mark.parametrize("make_config", [llama_config, hybrid_config], ids=["llama", "hybrid"])
-def test_evaluate_measures_chats(tmp_path, make_config):
-    from transformers import AutoTokenizer
-
-    make_tokenizer(tmp_path)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    target = random_target(make_config(vocab_size=288, eos_token_id=258))
-    drafter = random_drafter(drafter_config(target.config, mask_token_id=270))
-    prompts = [[{"role": "user", "content": text}] for text in ("tea", "rain and stone")]
-    done = []
-    result = evaluate(
-        prompts,
-        tokenizer,
-        target,
-        drafter,
-        ends_of(target),
-        max_new_tokens=12,
-        on_progress=lambda count, total: done.append((count, total)),
-    )
-    assert (result["prompts"], result["greedy_equal"]) == (2, 2)
-    assert 1 <= result["tau_pooled"] <= 4
-    assert 1 <= result["tau_macro"] <= 4
-    assert result["tokens_per_s"] > 0
-    assert result["speedup"] > 0
-    assert 2 <= result["new_tokens"] <= 24
-    assert len(result["acceptance_per_position"]) == 3
-    assert done == [(1, 2), (2, 2)]
-    long = [[{"role": "user", "content": "x" * 300}]]
-    with pytest.raises(UserError, match="context holds 256"):
-        evaluate(long, tokenizer, target, drafter, ends_of(target), max_new_tokens=4)
-    with pytest.raises(UserError, match="no prompt"):
-        evaluate([], tokenizer, target, drafter, ends_of(target), max_new_tokens=4)
