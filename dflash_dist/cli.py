@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -12,6 +13,7 @@ from typing import Annotated
 import typer
 
 from dflash_dist.errors import RunFailed, UserError
+from dflash_dist.streams import DataStream, LastingStream
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -90,8 +92,8 @@ def regenerate(
 def inspect(
     config: ConfigOption,
     row: Annotated[int | None, typer.Option("--row", help="Row of the token store, from 0.")] = None,
-    messages: Annotated[Path | None, typer.Option("--messages", help="JSON file of one chat, in place of a row.")] = None,
-    drafter: Annotated[Path | None, typer.Option("--drafter", help="Exported drafter folder to try on the row.")] = None,
+    messages: Annotated[Path | None, typer.Option("--messages", help="JSON file of one chat instead.")] = None,
+    drafter: Annotated[Path | None, typer.Option("--drafter", help="Exported drafter folder to try.")] = None,
     anchors: Annotated[str | None, typer.Option("--anchors", help="Token places in the row, such as 35,40.")] = None,
     device: DeviceOption = "auto",
     as_json: JsonOption = False,
@@ -212,17 +214,23 @@ def _check_device_name(device: str) -> None:
 
 
 def main() -> None:
-    """Entry point: a user's error is one line and exit code 2, a failed run 1, Ctrl-C 130."""
+    """Entry point: a user's error is one line and exit code 2, a failed run or any other error 1, Ctrl-C 130."""
+    with contextlib.redirect_stderr(LastingStream(sys.stderr)), contextlib.redirect_stdout(DataStream(sys.stdout)):
+        _run()
+
+
+def _run() -> None:
     try:
-        app()
+        try:
+            app()
+        finally:
+            sys.stdout.flush()  # here, where its failure is told
     except (UserError, RunFailed) as error:
         _fail(error, 2 if isinstance(error, UserError) else 1)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         raise SystemExit(130) from None
     except Exception as error:
-        if "RANK" not in os.environ:
-            raise
         _fail(error, 1)
 
 
@@ -236,6 +244,8 @@ def _fail(error: Exception, code: int) -> None:
         record_failure(error)
         if launched_here():
             raise SystemExit(code)
-    kind = "" if isinstance(error, (UserError, RunFailed)) else f"{type(error).__name__}: "
-    print(f"error: {kind}{error}", file=sys.stderr)
+    line = " ".join(str(error).splitlines())
+    if not isinstance(error, (UserError, RunFailed)):
+        line = f"{type(error).__name__}: {line} (a bug, or input that we do not know; --debug shows where)"
+    print(f"error: {line}", file=sys.stderr)
     raise SystemExit(code)

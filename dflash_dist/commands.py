@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import re
 import time
 from collections.abc import Callable
@@ -25,8 +26,10 @@ from dflash_dist.export.speculators import export_speculators
 from dflash_dist.target.load import full_config, load_tokenizer
 from dflash_dist.target.package import target_folder
 from dflash_dist.topology import Topology, check_devices, parse_topology
-from dflash_dist.train.launch import export_checkpoint, run_config
+from dflash_dist.train.inputs import resolve_inputs
+from dflash_dist.train.launch import export_checkpoint
 from dflash_dist.train.launch import train as run_train
+from dflash_dist.train.run_folder import CONFIG, run_config, run_store
 
 CACHE = ".cache/dflash_dist"
 
@@ -52,9 +55,11 @@ def evaluate_command(
         if not exported.exists():
             raise UserError(f"run {folder} has no export yet; finish its training, or use `dflash-dist export` first")
         if prompts is None:
-            figures = evaluate_drafter(config, exported, device_type)
+            figures = evaluate_drafter(config, run_store(folder), exported, device_type)
             if figures is None:
-                raise UserError(f"run {folder} kept no document out of training; give --prompts FILE")
+                raise UserError(
+                    f"run {folder} kept no document, or none that fits the target, out of training; give --prompts FILE"
+                )
             return figures
         target_settings, settings, kwargs = config.target, config.evaluate, config.data.chat_template_kwargs
         cache, drafter = Path(config.cache_dir), exported
@@ -83,6 +88,8 @@ def regenerate_command(
     settings: dict[str, Any] = {"target": config.target.model, "batch": batch} | dataclasses.asdict(sampling)
     kwargs = config.data.chat_template_kwargs
     if url is not None:
+        if not url.startswith(("http://", "https://")):
+            raise UserError(f"--url is {url!r}, but must be a server's address such as http://localhost:8000/v1")
         name = model or config.target.model
         settings |= {"url": url, "model": name}
         regenerate(config, out, settings, lambda: ServerWriter(url, name, kwargs, sampling, batch))
@@ -160,6 +167,12 @@ def profile_command(
     name = run or f"{config.stem}-profile-{time.strftime('%Y%m%d-%H%M%S')}"
     arguments = ["train", "--config", str(config), "--topo", str(topology), "--run", name, "--device", device]
     settings = load_config(config, overrides)
+    steps_given = resolve_inputs(settings, topology).schedule.total_steps
+    if steps_given < start + steps:
+        raise UserError(
+            f"a window of {steps} steps from step {start} on needs a run of {start + steps}, but the data give "
+            f"{steps_given}; lower --steps, add data or raise train.epochs"
+        )
     code = run_train(settings, topology, device, name, [*arguments, *overrides], finish=False, allow_slow=True)
     if code == 0:
         print(Path(settings.runs_dir) / name / "profile")
@@ -167,8 +180,8 @@ def profile_command(
 
 
 def find_run(run: Path) -> Path:
-    """The run folder meant by a path or a name under runs/."""
+    """The run folder meant by a path or a name under runs/; a folder that is no run does not hide one."""
     for folder in (run, Path("runs") / run):
-        if folder.is_dir():
+        if os.path.isfile(folder / CONFIG):  # which, unlike a Path, bears any name
             return folder
-    raise UserError(f"run {run} does not exist, nor does runs/{run}")
+    raise UserError(f"neither {run} nor runs/{run} is a run: there is no {CONFIG} in it")

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import typing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from dflash_dist.config import DrafterSettings
 from dflash_dist.errors import UserError
+from dflash_dist.typed import convert
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -125,28 +128,29 @@ class DrafterConfig:
     @classmethod
     def from_json(cls, tree: dict[str, Any]) -> DrafterConfig:
         """The configuration in a plain export's config.json; UserError naming what is missing or contradictory."""
-        nested = tree.get("dflash_config") or {}
+        where = "the drafter's config.json"
+        nested = convert(dict, tree.get("dflash_config") or {}, where, "dflash_config")
         missing = [key for key in _REQUIRED_KEYS if tree.get(key) is None]
         missing += [f"dflash_config.{key}" for key in ("target_layer_ids", "mask_token_id") if nested.get(key) is None]
         block_size = nested.get("block_size", tree.get("block_size"))
         missing += ["block_size"] if block_size is None else []
-        theta = rope_theta(tree)
+        theta = rope_theta(tree, where)
         missing += ["rope_theta"] if theta is None else []
         if missing:
             raise UserError(f"the drafter's config.json lacks {', '.join(missing)}; export the drafter again")
-        assert theta is not None and block_size is not None
-        return cls(
-            **{key: tree[key] for key in _REQUIRED_KEYS if key != "layer_types"},
-            rope_theta=theta,
-            block_size=block_size,
-            target_layer_ids=tuple(nested["target_layer_ids"]),
-            mask_token_id=nested["mask_token_id"],
-            layer_types=tuple(tree["layer_types"]),
-            sliding_window=tree.get("sliding_window"),
-            is_causal=tree.get("is_causal"),
-            input_embedding_scale=nested.get("input_embedding_scale", 1.0),
-            final_logit_softcapping=nested.get("final_logit_softcapping"),
-        )
+        values = {
+            **{key: tree[key] for key in _REQUIRED_KEYS},
+            "rope_theta": theta,
+            "block_size": block_size,
+            "target_layer_ids": nested["target_layer_ids"],
+            "mask_token_id": nested["mask_token_id"],
+            "sliding_window": tree.get("sliding_window"),
+            "is_causal": tree.get("is_causal"),
+            "input_embedding_scale": nested.get("input_embedding_scale", 1.0),
+            "final_logit_softcapping": nested.get("final_logit_softcapping"),
+        }
+        hints = typing.get_type_hints(cls)
+        return cls(**{key: convert(hints[key], value, where, key) for key, value in values.items()})
 
 
 def default_layer_ids(num_layers: int, count: int) -> tuple[int, ...]:
@@ -164,7 +168,7 @@ def resolve(settings: DrafterSettings, target_config: Any, tokenizer_length: int
     """
     heads, key_value_heads, head_dim = _geometry(settings, target_config)
     target_layers = target_config.num_hidden_layers
-    theta = rope_theta(target_config.to_dict())
+    theta = rope_theta(target_config.to_dict(), "the target's config.json")
     layer_types = settings.layer_types or (FULL,) * settings.num_layers
     return DrafterConfig(
         hidden_size=target_config.hidden_size,
@@ -190,16 +194,32 @@ def resolve(settings: DrafterSettings, target_config: Any, tokenizer_length: int
     )
 
 
-def rope_theta(tree: dict[str, Any]) -> float | None:
+def check_target(config: DrafterConfig, target_config: Any, drafter_folder: Path, target_folder: Path | str) -> None:
+    """UserError unless the target has the shape of the one that the drafter was made for.
+
+    `target_config`: the transformers configuration of the target's language model.
+    """
+    made_for = (config.hidden_size, config.vocab_size, config.num_target_layers)
+    given = (target_config.hidden_size, target_config.vocab_size, target_config.num_hidden_layers)
+    if made_for != given:
+        shape = "hidden size {}, {} ids and {} layers"
+        raise UserError(
+            f"drafter {drafter_folder} is for a target of {shape.format(*made_for)}, but {target_folder} has "
+            f"{shape.format(*given)}; take the target it was made for"
+        )
+
+
+def rope_theta(tree: dict[str, Any], where: str) -> float | None:
     """The RoPE base in a transformers configuration of either generation, or None; scaled RoPE types give their base.
 
-    Where each layer type has a base of its own (Gemma), it is the full-attention layers'.
+    Where each layer type has a base of its own (Gemma), it is the full-attention layers'. UserError, beginning with
+    `where`, if it is no number.
     """
-    parameters = tree.get("rope_parameters") or {}
+    parameters = convert(dict, tree.get("rope_parameters") or {}, where, "rope_parameters")
     if isinstance(parameters.get(FULL), dict):
         parameters = parameters[FULL]
     theta = parameters.get("rope_theta", tree.get("rope_theta"))
-    return None if theta is None else float(theta)
+    return convert(float | None, theta, where, "rope_theta")
 
 
 def is_hybrid(target_config: Any) -> bool:

@@ -24,14 +24,22 @@ WEIGHTS, CONFIG = "model.safetensors", "config.json"
 def write_folder(drafter: DFlashDrafter, tree: dict[str, Any], folder: Path | str) -> None:
     """Writes `tree` as config.json, and bf16 weights, to `folder`; checked before the folder gets its name.
 
-    UserError where the folder exists, or the drafter is not fit to serve: untrained, or not finite.
+    UserError where the folder exists or cannot be made, or the drafter is not fit to serve: untrained, or not finite.
     """
     folder = Path(folder)
-    if folder.exists():
+    if os.path.lexists(folder):
         raise UserError(f"{folder} exists already and is not overwritten; remove it or export elsewhere")
     tensors = {name: tensor.detach().cpu() for name, tensor in drafter.state_dict().items()}
     check_trained(tensors)
     served = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in tensors.items()}
+    try:
+        _write_whole(served, tree, folder, drafter.config)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{folder} cannot be written: {error}; free some space there or export elsewhere") from None
+
+
+def _write_whole(served: dict[str, Tensor], tree: dict[str, Any], folder: Path, config: DrafterConfig) -> None:
+    """Writes aside, checks, and renames; whatever fails, nothing is left."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
@@ -40,7 +48,7 @@ def write_folder(drafter: DFlashDrafter, tree: dict[str, Any], folder: Path | st
         for file in (WEIGHTS, CONFIG):
             (temporary / file).chmod(0o644)
         temporary.chmod(0o755)
-        _check_written(temporary, tree, drafter.config)
+        _check_written(temporary, tree, config)
         os.rename(temporary, folder)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -111,7 +119,7 @@ def read_tree(folder: Path) -> dict[str, Any]:
         tree = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{folder} is not a drafter: it has no {CONFIG}") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{folder / CONFIG} cannot be read: {error}") from None
     if not isinstance(tree, dict):
         raise UserError(f"{folder / CONFIG} is not a mapping of keys; export the drafter again")

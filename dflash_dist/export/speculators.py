@@ -9,6 +9,7 @@ from dflash_dist.drafter.config import FULL, SLIDING, DrafterConfig
 from dflash_dist.drafter.model import DFlashDrafter
 from dflash_dist.errors import UserError
 from dflash_dist.export.folder import write_folder
+from dflash_dist.typed import convert
 
 _OWN_KEYS = ("architectures", "block_size", "dflash_config", "is_causal")
 """Keys of the plain format that this one holds elsewhere."""
@@ -69,12 +70,18 @@ def to_speculators(config: DrafterConfig, verifier: str, verifier_architectures:
 
 
 def to_plain(tree: dict[str, Any]) -> dict[str, Any]:
-    """A config.json of this format in the plain format's keys; what is missing stays missing."""
-    layer_config = tree.get("transformer_layer_config") or {}
+    """A config.json of this format in the plain format's keys; what is missing stays missing.
+
+    UserError where a value that is to be reckoned with is of another type.
+    """
+    where = "the drafter's config.json"
+    layer_config = convert(dict, tree.get("transformer_layer_config") or {}, where, "transformer_layer_config")
+    layer_types = convert(tuple[str, ...] | None, layer_config.get("layer_types"), where, "layer_types")
     plain = {key: value for key, value in layer_config.items() if key != "is_causal"}
-    if SLIDING in (layer_config.get("layer_types") or ()) and tree.get("sliding_window_non_causal"):
+    if SLIDING in (layer_types or ()) and tree.get("sliding_window_non_causal"):
         plain["is_causal"] = False
-    taps = tree.get("aux_hidden_state_layer_ids")
+    counted = "aux_hidden_state_layer_ids"
+    taps = convert(tuple[int, ...] | None, tree.get(counted), where, counted)
     plain["block_size"] = tree.get("block_size")
     plain["dflash_config"] = {
         "mask_token_id": tree.get("mask_token_id"),

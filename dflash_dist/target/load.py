@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from dflash_dist.config import TargetConfig
@@ -45,13 +44,19 @@ def full_config(folder: Path | str, trust_remote_code: bool = False) -> Any:
 
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # transformers checks some keys and stumbles over others
         raise UserError(f"target {folder} has no usable config.json: {_one_line(error)}") from None
 
 
 def text_config(folder: Path | str, trust_remote_code: bool = False) -> Any:
-    """The configuration of the target's language model."""
-    return full_config(folder, trust_remote_code).get_text_config()
+    """The configuration of the target's language model; UserError if it is none that a drafter can be made for."""
+    config = full_config(folder, trust_remote_code).get_text_config()
+    asked = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "max_position_embeddings")
+    missing = [key for key in asked if getattr(config, key, None) is None]
+    if missing:
+        lacks = f"a {type(config).__name__} without {', '.join(missing)}"
+        raise UserError(f"target {folder} is {lacks}: not a language model that a drafter can be made for")
+    return config
 
 
 def load_tokenizer(folder: Path | str, trust_remote_code: bool = False) -> Any:
@@ -161,7 +166,7 @@ def _load(folder: Path | str, settings: TargetConfig, config: Any, device: torch
                 ignore_mismatched_sizes=True,  # they are listed, and refused below
                 output_loading_info=True,
             )
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+    except Exception as error:  # of files, of memory, and of any module whose numbers in the config do not fit
         if "does not support an attention implementation" in str(error):
             raise UserError(
                 f"target {folder} does not support target.attention={settings.attention}; set target.attention=eager"

@@ -6,6 +6,7 @@ import contextlib
 import importlib.metadata
 import importlib.util
 import io
+import os
 import sys
 from pathlib import Path
 
@@ -27,10 +28,10 @@ def target_folder(model: str, cache_dir: Path) -> Path:
     """
     if model.startswith("package:"):
         return _smollm2_folder(model, Path(cache_dir))
-    folder = Path(model).expanduser()
-    if folder.exists() or model.startswith(("/", "./", "../", "~")):
-        if not (folder / "config.json").is_file():
-            found = "holds no config.json" if folder.exists() else "does not exist"
+    folder = Path(os.path.expanduser(model))  # leaves an unknown user's name as it is
+    if os.path.exists(folder) or model.startswith(("/", "./", "../", "~")):
+        if not os.path.isfile(folder / "config.json"):
+            found = "holds no config.json" if os.path.exists(folder) else "does not exist"
             raise UserError(f"target {model} {found}; target.model must be a Hugging Face model folder or a hub name")
         return folder
     return _hub_folder(model)

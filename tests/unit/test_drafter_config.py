@@ -1,3 +1,4 @@
+import contextlib
 import dataclasses
 
 import pytest
@@ -6,6 +7,7 @@ from transformers import LlamaConfig, Qwen3Config
 from dflash_dist.config import DrafterSettings
 from dflash_dist.drafter.config import DrafterConfig, default_layer_ids, resolve
 from dflash_dist.errors import UserError
+from dflash_dist.export.speculators import to_plain, to_speculators
 from tests.random_models import hybrid_config
 
 LLAMA = dict(
@@ -152,3 +154,35 @@ def test_json_without_a_key_is_refused_by_name(key):
     tree.pop("rope_parameters" if key == "rope_theta" else "", None)
     with pytest.raises(UserError, match="target_layer_ids" if key == "dflash_config" else key):
         DrafterConfig.from_json(tree)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("dflash_config", [1]),
+        ("layer_types", 5),
+        ("rope_parameters", "x"),
+        ("hidden_size", True),
+        ("vocab_size", 1.5),
+        ("rms_norm_eps", float("nan")),
+        ("sliding_window", "x"),
+        ("is_causal", "no"),
+    ],
+)
+def test_json_with_a_value_of_another_type_is_refused_by_name(key, value):
+    with pytest.raises(UserError, match=f"the drafter's config.json: {key} is "):
+        DrafterConfig.from_json(resolved().to_json() | {key: value})
+
+
+@pytest.mark.parametrize("form", ["plain", "speculators"])
+@pytest.mark.parametrize("value", ["x", 5, [1], {"a": 1}, -1, 1.5, True], ids=repr)
+def test_json_with_any_value_at_any_key_is_read_or_refused(form, value):
+    tree = resolved().to_json()
+    if form == "speculators":
+        tree = to_speculators(resolved(), "target", ["LlamaForCausalLM"])
+    for place in (tree, tree["dflash_config" if form == "plain" else "transformer_layer_config"]):
+        for key, sound in list(place.items()):
+            place[key] = value
+            with contextlib.suppress(UserError):
+                DrafterConfig.from_json(tree if form == "plain" else to_plain(tree))
+            place[key] = sound

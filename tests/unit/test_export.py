@@ -1,4 +1,6 @@
 import json
+import re
+import resource
 import shlex
 
 import pytest
@@ -103,6 +105,29 @@ def test_an_existing_folder_is_not_overwritten(folder, drafter):
     with pytest.raises(UserError, match="exists already"):
         export_plain(random_drafter(drafter.config, seed=9), folder)
     assert (folder / "model.safetensors").read_bytes() == before
+
+
+@pytest.mark.parametrize("place", ["afile/x", "/proc/x", "dangling", "n" * 256], ids=lambda place: place[:10])
+def test_places_that_cannot_be_written_are_refused(drafter, tmp_path, place):
+    (tmp_path / "afile").write_text("not a folder")
+    (tmp_path / "dangling").symlink_to("nowhere")
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(UserError, match=re.escape(place)):
+        export_plain(drafter, tmp_path / place)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_full_disk_leaves_nothing(drafter, tmp_path):
+    """A limit on the size of files stands in for the disk: writing past it fails the same way."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for most_bytes in (0, 1000, 60_000):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, limits[1]))
+        try:
+            with pytest.raises(UserError, match=r"cannot be written.*free some space"):
+                export_plain(drafter, tmp_path / "drafter")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert list(tmp_path.iterdir()) == []
 
 
 def test_an_untrained_or_broken_drafter_is_not_exported(drafter, tmp_path):
