@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from dflash_dist.errors import UserError
 
+MOST_CPU_RANKS = 64
+"""Ranks that one machine's CPU may be asked for: more is a slip of the pen, and would take all of its memory."""
 FORMS = "T-D such as 3-1 (3 target ranks, 1 drafter rank), or xN such as x2 (2 ranks that are both)"
 
 
@@ -56,12 +58,12 @@ class Topology:
 
 def parse_topology(text: str) -> Topology:
     """The topology written as `T-D` or `xN`; UserError for anything else."""
-    if match := re.fullmatch(r"x(\d+)", text):
+    if match := re.fullmatch(r"x([0-9]{1,6})", text):
         count = int(match[1])
         if count < 1:
             raise UserError(f"topology {text!r} has no rank; write {FORMS}")
         return Topology(count, count, shared=True)
-    match = re.fullmatch(r"(\d+)-(\d+)", text)
+    match = re.fullmatch(r"([0-9]{1,6})-([0-9]{1,6})", text)
     if not match:
         raise UserError(f"topology {text!r} is not one; write {FORMS}")
     targets, drafters = int(match[1]), int(match[2])
@@ -74,9 +76,14 @@ def parse_topology(text: str) -> Topology:
 def check_devices(topology: Topology, gpus: int, device: str) -> str:
     """The device type to run on, `cpu` or `cuda`, for `--device` cpu, cuda or auto and `gpus` visible GPUs.
 
-    UserError where the topology needs more GPUs than there are.
+    UserError where the topology needs more GPUs than there are, or more ranks than a CPU is to bear.
     """
     if device == "cpu" or (device == "auto" and gpus == 0):
+        if topology.world_size > MOST_CPU_RANKS:
+            raise UserError(
+                f"topology {topology} has {topology.world_size} ranks, but at most {MOST_CPU_RANKS} run on a machine's "
+                "CPU; take fewer"
+            )
         return "cpu"
     if topology.world_size > gpus:
         fitting = ["x1"] if gpus else []

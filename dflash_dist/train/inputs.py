@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_dist.config import Config
+from dflash_dist.data.chat import check_vocabulary
 from dflash_dist.data.prepare import PrepareReport, prepare_with_report
 from dflash_dist.data.schedule import Schedule
 from dflash_dist.data.store import TokenStore
@@ -40,6 +41,7 @@ def resolve_inputs(config: Config, topology: Topology) -> Inputs:
     drafter = resolve(config.drafter, target_config, _tokenizer_length(config, folder))
     store_folder, report = prepare_with_report(config, Path(folder))
     store = TokenStore.open(store_folder)
+    check_vocabulary(store.largest_token(), target_config.vocab_size, folder)
     schedule = Schedule(store, config, topology)
     if config.train.init_from is not None:
         _check_init(Path(config.train.init_from), drafter)

@@ -154,8 +154,9 @@ def summary(
     for key in ("loss", "val_loss"):
         if ends := _ends(rows, key):
             lines.append(f"  {key:<12} {ends[0]:.3f} -> {ends[1]:.3f}")
-    if evaluation is None:
-        lines.append(f"  {'tau':<12} not measured")
+    if evaluation is None or evaluation["tau_pooled"] is None:
+        why = "" if evaluation is None else ": no answer had a second token"
+        lines.append(f"  {'tau':<12} not measured{why}")
     else:
         prompts = f", {evaluation['prompts']} prompts" if "prompts" in evaluation else ""
         lines.append(f"  {'tau':<12} {evaluation['tau_pooled']:.2f} against 1.00 without a drafter{prompts}")

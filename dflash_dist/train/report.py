@@ -102,7 +102,8 @@ class StepReports:
     def checkpoint(self, step: int) -> None:
         """Saves step `step`, once it is known that every step up to it was sound."""
         while self._pending:
-            self._finish(self._pending.popleft())
+            pending = self._pending.popleft()
+            self._finish(pending, row_due=pending.step == step)
         if self._context.leads:
             with span("checkpoint"):
                 save_checkpoint(
@@ -114,22 +115,28 @@ class StepReports:
                     self._context.config.train.keep_checkpoints,
                 )
 
-    def _finish(self, pending: _Pending) -> None:
+    def _finish(self, pending: _Pending, *, row_due: bool = False) -> None:
+        """Checks a step's numbers and writes a row where one is due: at a checkpoint always.
+
+        So each row covers the steps since the row before it, also where the run was killed between two of them.
+        """
         stats, (grad_norm, skipped) = pending.stats.get(), pending.outcome.get().tolist()
         wait_s = self._clock.seconds_at(pending.wait_mark)  # on every rank and step, or its events would pile up
         if skipped:
             self._refuse(pending.step, stats)
         else:
             self._sums += stats[:, : len(SUMS)].sum(0)
+        val_loss = means(pending.validation.get())["loss"] if pending.validation else None
+        if val_loss is not None and not math.isfinite(val_loss):
+            self._refuse_validation(pending.step)
         if self._writer is None:
             self._context.control.publish(memory_gib=used_memory_gib(self._context.device))
             return
-        settings, total = self._context.config.train, self._context.schedule.total_steps
-        if pending.step % settings.log_every and pending.step != total and pending.validation is None:
+        if not row_due and pending.step % self._context.config.train.log_every and pending.validation is None:
             return
         row = {"step": pending.step, **means(self._sums)}
         if pending.validation is not None:
-            row["val_loss"] = means(pending.validation.get())["loss"]
+            row["val_loss"] = val_loss
         row |= self._meter.row(pending.step, pending.outcome, wait_s)
         row["learning_rate"] = self._optimizer.learning_rate(pending.step)
         row["grad_norm"] = grad_norm if math.isfinite(grad_norm) else None
@@ -146,14 +153,30 @@ class StepReports:
         bad = [i for i in range(count) if loss_bad[i]] or [i for i in range(count) if gradient_bad[i]]
         what = "loss" if loss_bad[:count].any() else "gradient"
         where = "; ".join(f"batch {i} (documents {_some(schedule.documents_of(step, i))})" for i in bad) or "all-reduce"
-        message = f"step {step}: the {what} is not finite in {where}"
+        self._stop_or_warn(
+            f"step {step}: the {what} is not finite in {where}",
+            "Nothing of that step went into the weights, and no later checkpoint was written",
+            "the step was skipped",
+        )
+
+    def _refuse_validation(self, step: int) -> None:
+        works = [w for w in self._context.schedule.work(step - 1) if (w.step, w.kind) == (step, "validate")]
+        works.sort(key=lambda w: w.index)
+        where = "; ".join(f"batch {w.index} (documents {_some(w.documents)})" for w in works)
+        self._stop_or_warn(
+            f"step {step}: the validation loss is not finite over {where}",
+            "No later checkpoint was written",
+            "it is left out",
+        )
+
+    def _stop_or_warn(self, message: str, stopped: str, skipped: str) -> None:
+        """Stops the run, or warns of what was skipped, as the config says."""
         if self._context.config.train.not_finite == "stop":
             raise RunFailed(
-                f"{message}. Nothing of that step went into the weights, and no later checkpoint was written; "
-                "lower train.learning_rate, remove the documents, or set train.not_finite=skip"
+                f"{message}. {stopped}; lower train.learning_rate, remove the documents, or set train.not_finite=skip"
             )
         if self._context.leads:
-            print(f"warning: {message}; the step was skipped", file=sys.stderr)
+            print(f"warning: {message}; {skipped}", file=sys.stderr)
 
 
 def means(sums: Tensor) -> dict[str, float | None]:

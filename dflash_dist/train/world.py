@@ -7,10 +7,12 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 import uuid
 from typing import Any
 
 import psutil
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure, get_error_handler
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -39,8 +41,8 @@ def stop_signals() -> tuple[signal.Signals, ...]:
     return (STOP_SIGNAL,) if launched_here() else (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 
 
-def launch_world(topology: Topology, device_type: str, arguments: list[str]) -> signal.Signals | None:
-    """Runs `dflash-dist` with `arguments` on every rank; returns the signal on which it was stopped, if one came.
+def launch_world(topology: Topology, device_type: str, arguments: list[str], stopper: Stopper) -> None:
+    """Runs `dflash-dist` with `arguments` on every rank, to the end or until `stopper` has stopped it.
 
     RunFailed, or UserError where a rank's input was bad, names the rank that failed first.
     """
@@ -50,58 +52,70 @@ def launch_world(topology: Topology, device_type: str, arguments: list[str]) -> 
     if device_type == "cpu":
         threads = max(1, (os.cpu_count() or 1) // topology.world_size)
         os.environ.setdefault("OMP_NUM_THREADS", str(threads))
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=topology.world_size,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=0,
-        signals_to_handle="SIGHUP,SIGQUIT",
-    )
-    stopper = _Stopper()
-    try:
-        with stopper:
+    with tempfile.TemporaryDirectory(prefix="dflash_dist_") as errors_folder:
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=topology.world_size,
+            run_id=uuid.uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            max_restarts=0,
+            logs_specs=DefaultLogsSpecs(errors_folder),
+            signals_to_handle="SIGQUIT",  # the others are the stopper's
+        )
+        try:
             elastic_launch(config, sys.executable)("-m", "dflash_dist", *arguments)
-    except ChildFailedError as error:
-        # A rank that has not begun to listen ends of the signal itself, and takes others with it; without such a rank
-        # it is a failure of its own, such as a full disk at the last checkpoint.
-        too_early = any(failure.exitcode == -STOP_SIGNAL for failure in error.failures.values())
-        if stopper.received is None or not too_early:
-            raise _first_cause(error, topology) from None
-    except KeyboardInterrupt:
-        stopper.received = signal.SIGINT
-    return stopper.received
+        except ChildFailedError as error:
+            # A rank that has not begun to listen ends of the signal itself, and takes others with it; without such a
+            # rank it is a failure of its own, such as a full disk at the last checkpoint.
+            too_early = any(failure.exitcode == -STOP_SIGNAL for failure in error.failures.values())
+            if stopper.received is None or not too_early:
+                raise _first_cause(error, topology) from None
+        except SignalException:
+            stopper.received = signal.SIGINT
+            raise KeyboardInterrupt from None
 
 
-class _Stopper:
-    """While the world runs, passes the first SIGINT, SIGTERM or SIGUSR1 on to the ranks; a second SIGINT kills them."""
+class Stopper:
+    """Within its block, turns the first of its signals into an orderly end: ranks checkpoint, and then the world ends.
 
-    _signals = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    Where no rank runs, and at a second SIGINT, the block itself ends at once. `received` tells the last signal.
+    """
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
         self._previous: dict[signal.Signals, Any] = {}
 
-    def __enter__(self) -> None:
-        self._previous = {number: signal.signal(number, self._pass_on) for number in self._signals}
+    def __enter__(self) -> Stopper:
+        hang_up = () if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else (signal.SIGHUP,)  # as nohup asks
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, *hang_up):
+            self._previous[number] = signal.signal(number, self._stop)
+        return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+        return kind is KeyboardInterrupt
 
-    def _pass_on(self, number: int, frame: Any) -> None:
-        if self.received is not None and number == signal.SIGINT:
+    def _stop(self, number: int, frame: Any) -> None:
+        again, self.received = self.received is not None, signal.Signals(number)
+        if not _signal_ranks() or (again and number == signal.SIGINT):
             raise KeyboardInterrupt
-        self.received = signal.Signals(number)
         print("stopping: a checkpoint is written after the step in progress", file=sys.stderr)
-        for child in psutil.Process().children():
-            try:
-                if "dflash_dist" in child.cmdline():
-                    child.send_signal(STOP_SIGNAL)
-            except psutil.Error:
-                continue  # it has just ended
+
+
+def _signal_ranks() -> int:
+    """Asks this process's ranks to checkpoint and end; returns how many there are."""
+    count = 0
+    for child in psutil.Process().children():
+        try:
+            if "dflash_dist" in child.cmdline():
+                child.send_signal(STOP_SIGNAL)
+                count += 1
+        except psutil.Error:
+            continue  # it has just ended
+    return count
 
 
 def record_failure(error: BaseException) -> None:

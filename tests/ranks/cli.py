@@ -103,8 +103,13 @@ class Running:
         """A signal to the launcher alone."""
         self._process.send_signal(number)
 
+    def close_stderr(self) -> None:
+        """As a `tee` that ends, or a terminal that is closed: nobody reads any more what the world reports."""
+        assert self._process.stderr is not None
+        self._process.stderr.close()
+
     def end(self) -> tuple[int, str]:
-        """Exit code and stderr; no process of the world may be left."""
+        """Exit code and stderr, if it was not closed; no process of the world may be left."""
         ranks = self.ranks() if self._process.poll() is None else {}
         _, stderr = self._process.communicate(timeout=WORLD_TIMEOUT_S)
         _, alive = psutil.wait_procs(list(ranks.values()), timeout=10)

@@ -68,6 +68,29 @@ def test_config_values_that_cannot_work(make: Maker, override: str, message: str
     assert not (config.parent / "runs/bad/checkpoints").exists() or "init_from" in override
 
 
+@pytest.mark.parametrize("name", ["../outside", "..", "r\udcff"])
+def test_run_names_that_would_lie_elsewhere(make: Maker, name: str) -> None:
+    assert "is not the plain name of a folder" in refused(make(), "--run", name)
+
+
+def test_a_folder_that_is_no_run_is_left_as_it_is(make: Maker) -> None:
+    config = make()
+    foreign = config.parent / "runs" / "foreign" / "config.yaml"
+    foreign.parent.mkdir(parents=True)
+    foreign.write_text("mine: true\n")
+    assert "is no run" in refused(config, "--run", "foreign")
+    assert foreign.read_text() == "mine: true\n" and len(list(foreign.parent.iterdir())) == 1
+
+
+def test_a_trace_window_longer_than_the_run(make: Maker) -> None:
+    from dflash_dist.commands import profile_command
+    from dflash_dist.errors import UserError
+    from dflash_dist.topology import parse_topology
+
+    with pytest.raises(UserError, match="needs a run of 203, but the data give"):
+        profile_command(make(), parse_topology("x1"), 200, None, "cpu", [])
+
+
 def test_batches_that_drafters_cannot_share(make: Maker) -> None:
     assert "schedule.batches_per_step=4" in refused(make(), "schedule.batches_per_step=3", topo="1-2")
 
@@ -157,6 +180,26 @@ def poisoned_config(make: Maker, tmp_path: Path, row: int) -> Path:
     return config
 
 
+def poisoned_held_out_config(make: Maker, tmp_path: Path) -> Path:
+    """As above, with the poison in the first answer of every chat that is held out; what precedes it decides that."""
+    from dflash_dist.config import load_config
+    from dflash_dist.data.prepare import prepare
+    from dflash_dist.data.store import TokenStore
+
+    config = poisoned_config(make, tmp_path, row=20)
+    chats = config.parent / "chats.jsonl"
+    rows = [json.loads(line) for line in chats.read_text().splitlines()]
+    del rows[20]
+    chats.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = load_config(config)
+    held_out = TokenStore.open(prepare(settings, Path(settings.target.model))).prompts(len(rows))
+    for row in rows:
+        if row["messages"][:1] in held_out:
+            row["messages"][1]["content"] = "Z " + row["messages"][1]["content"]
+    chats.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return config
+
+
 @pytest.mark.parametrize("topo", ["1-1", "1-2"])
 def test_a_loss_that_is_not_finite_stops_with_the_documents_named(make: Maker, tmp_path: Path, topo: str) -> None:
     config = poisoned_config(make, tmp_path, row=20)
@@ -177,6 +220,21 @@ def test_a_loss_that_is_not_finite_can_be_skipped(make: Maker, tmp_path: Path) -
     rows = metrics(config, "run")
     assert len(rows) == 8 and sum(row["loss"] is None for row in rows) >= 1
     assert rows[-1]["loss"] is not None
+
+
+@pytest.mark.parametrize("not_finite", ["stop", "skip"])
+def test_a_validation_loss_that_is_not_finite_is_told(make: Maker, tmp_path: Path, not_finite: str) -> None:
+    config = poisoned_held_out_config(make, tmp_path)
+    settings = ["train.log_every=5", f"train.not_finite={not_finite}"]
+    done = dflash("train", "--config", str(config), "--topo", "1-2", "--run", "run", *settings)
+    assert "step 4: the validation loss is not finite over batch 0 (documents" in done.stderr
+    steps = [row["step"] for row in metrics(config, "run")]
+    if not_finite == "stop":
+        assert done.returncode == 1 and "train.not_finite=skip" in done.stderr.splitlines()[-1]
+        assert steps == [3]
+    else:
+        assert done.returncode == 0, done.stderr
+        assert steps == [3, 4, 5, 6, 8] and metrics(config, "run")[1]["val_loss"] is None
 
 
 def test_a_full_disk_at_a_checkpoint(make: Maker) -> None:

@@ -1,9 +1,12 @@
+import shutil
 import signal
+from pathlib import Path
 
 import pytest
 
 from tests.ranks.cli import Running, assert_same_weights, metrics, train, weights
 from tests.ranks.conftest import Maker
+from tests.ranks.test_bad_input import refused
 
 STEPS = 30
 OVERRIDES = [f"train.max_steps={STEPS}", "train.epochs=8", "train.checkpoint_every=5", "train.validate_every=10"]
@@ -49,6 +52,60 @@ def test_sigterm_checkpoints_and_ends_with_zero(make: Maker) -> None:
     assert code == 0, stderr
     step = len(metrics(config, "run"))
     assert weights(config, "run", step)
+
+
+def test_ctrl_c_that_ends_tee_too_leaves_a_checkpoint(make: Maker) -> None:
+    """`train 2>&1 | tee log`: the signal reaches every process of the pipe."""
+    config = make("qwen3")
+    running = Running(config, "1-1", "run", *OVERRIDES)
+    running.wait_for_step(3)
+    running.close_stderr()
+    running.send(signal.SIGINT)
+    code, _ = running.end()
+    assert code == 130
+    assert weights(config, "run", len(metrics(config, "run")))
+
+
+def test_a_run_is_held_by_one_process_and_by_its_inputs(make: Maker, targets: dict[str, Path], tmp_path: Path) -> None:
+    config = make("qwen3")
+    target = Path(shutil.copytree(targets["qwen3"], tmp_path / "target"))
+    overrides = [*OVERRIDES, f"target.model={target}"]
+    running = Running(config, "1-1", "run", *overrides)
+    running.wait_for_step(3)
+    assert "in the hands of process" in refused(config, "--run", "run", *overrides, topo="1-1")
+    running.close_stderr()
+    running.send(signal.SIGHUP)  # a terminal that is closed
+    code, _ = running.end()
+    assert code == 0
+    step = len(metrics(config, "run"))
+    assert step < STEPS and weights(config, "run", step)
+    for file in (config.parent / "chats.jsonl", target / "model.safetensors"):
+        content = file.read_bytes()
+        if file.suffix == ".jsonl":
+            file.write_bytes(b"".join(reversed(content.splitlines(keepends=True)[:30])))
+        else:
+            shutil.copy(targets["llama"] / file.name, file)
+        line = refused(config, "--run", "run", *overrides, topo="1-1")
+        assert "run run was begun with something else" in line and (file.name in line or str(target) in line)
+        file.write_bytes(content)
+    done = train(config, "1-1", "run", *overrides)
+    assert [row["step"] for row in metrics(config, "run")] == list(range(1, STEPS + 1)), done.stderr
+
+
+@pytest.mark.full
+def test_rows_of_several_steps_go_on_where_a_killed_run_left_them(make: Maker) -> None:
+    """A row is written at each checkpoint, so that none tells of steps on both sides of one."""
+    config = make("qwen3")
+    overrides = [*OVERRIDES, "train.max_steps=14", "train.log_every=4", "train.validate_every=0"]
+    running = Running(config, "x1", "killed", *overrides)
+    running.wait_for_step(3)
+    running.ranks()[0].kill()
+    assert running.end()[0] == 1
+    train(config, "x1", "killed", *overrides)
+    train(config, "x1", "whole", *overrides)
+    whole = metrics(config, "whole")
+    assert [row["step"] for row in whole] == [4, 5, 8, 10, 12, 14]
+    assert [(row["step"], row["loss"]) for row in metrics(config, "killed")] == [(r["step"], r["loss"]) for r in whole]
 
 
 KILLS = [("2-1", 0, "target"), ("2-1", 2, "drafter")]

@@ -240,6 +240,11 @@ def test_summary_says_how_much_how_good_and_where() -> None:
     ]
 
 
+def test_summary_where_no_answer_had_a_second_token() -> None:
+    text = summary([make_row(1)], {"tau_pooled": None, "prompts": 2}, {}, Path("a"))
+    assert "tau          not measured: no answer had a second token" in text
+
+
 def test_summary_speed_is_weighted_by_tokens() -> None:
     rows = [make_row(1, tokens=1000, ktok_s=1.0), make_row(2, tokens=4000, ktok_s=1.5)]  # 1 s and 2 s
     assert "4,000 tokens at 1.33 Ktok/s" in summary(rows, None, {}, Path("a"))

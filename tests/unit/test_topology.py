@@ -22,7 +22,9 @@ def test_ranks_of_a_shared_topology() -> None:
     assert [topology.drafter_of(r) for r in range(2)] == [0, 1]
 
 
-@pytest.mark.parametrize("text", ["0-1", "3-0", "abc", "x0", "3-1-1", "", "3 - 1", "-1", "x"])
+@pytest.mark.parametrize(
+    "text", ["0-1", "3-0", "abc", "x0", "3-1-1", "", "3 - 1", "-1", "x", "٣-١", "x٣", "9" * 5000 + "-1"]
+)
 def test_what_is_not_a_topology_is_refused(text: str) -> None:
     with pytest.raises(UserError, match="topology"):
         parse_topology(text)
@@ -36,6 +38,14 @@ def test_too_few_gpus_are_refused_with_what_would_fit() -> None:
     assert check_devices(parse_topology("3-1"), 4, "auto") == "cuda"
     with pytest.raises(UserError, match="0 are visible"):
         check_devices(parse_topology("x1"), 0, "cuda")
+
+
+@pytest.mark.parametrize("text", ["64-1", "1000-1", "x65"])
+def test_more_ranks_than_a_cpu_bears_are_refused(text: str) -> None:
+    with pytest.raises(UserError, match="at most 64 run on a machine's CPU"):
+        check_devices(parse_topology(text), 0, "auto")
+    assert check_devices(parse_topology(text), 2000, "auto") == "cuda"
+    assert check_devices(parse_topology("x64"), 0, "auto") == "cpu"
 
 
 @pytest.mark.parametrize(("batches", "nearest"), [(1, 2), (3, 4), (5, 6)])
