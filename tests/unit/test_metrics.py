@@ -6,6 +6,7 @@ import math
 import os
 import pty
 import re
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from dflash_dist.errors import UserError
-from dflash_dist.train.metrics import GpuMeter, MetricsWriter, read_metrics, summary
+from dflash_dist.train.metrics import GpuMeter, MetricsWriter, read_metrics, summary, tensorboard_command
 
 
 def make_row(step: int, **changes: float | None) -> dict[str, float | None]:
@@ -221,23 +222,46 @@ def test_terminal_is_given_back_after_an_error(tmp_path: Path, terminal: pytest.
     assert received.rindex("\x1b[?25h") > received.rindex("\x1b[?25l")
 
 
+EVALUATION = {
+    "tau_pooled": 1.834,
+    "prompts": 8,
+    "greedy_equal": 8,
+    "tokens_per_s": 4.2,
+    "plain_tokens_per_s": 26.1,
+    "speedup": 0.161,
+}
+
+
 def test_summary_says_how_much_how_good_and_where() -> None:
     rows = [make_row(step, loss=float(step)) for step in range(1, 41)]
     rows[9]["val_loss"], rows[39]["val_loss"] = 6.5, 5.5
     rows[0]["loss"] = None
     phases = {"prepare": 1.25, "train": 80.0}
-    text = summary(rows, {"tau_pooled": 1.834, "prompts": 8}, phases, Path("runs/a"), Path("runs/a/export"), Path("c"))
+    text = summary(rows, EVALUATION, phases, Path("runs/a"), Path("runs/a/export"), Path("c"))
     assert text.splitlines() == [
         "run a: 40 steps, 40,000 tokens at 2.00 Ktok/s",
         "  loss         3.000 -> 39.000",  # means of 2, 3, 4 and of 38, 39, 40: a tenth of the 39 measured
         "  val_loss     6.500 -> 5.500",
-        "  tau          1.83 against 1.00 without a drafter, 8 prompts",
+        "  tau          1.83 (1.00 without a drafter), 4.2 tok/s against 26.1 plain (0.16x), "
+        "8 of 8 outputs equal plain decoding",
         "  seconds      prepare 1.2, train 80.0",
         "  run folder   runs/a",
         "  checkpoint   c",
         "  export       runs/a/export",
-        "  TensorBoard  tensorboard --logdir runs/a/tb",
+        f"  TensorBoard  {sys.executable} -m tensorboard.main --logdir runs/a/tb",
     ]
+
+
+def test_the_tensorboard_command_bears_folders_with_blanks() -> None:
+    assert tensorboard_command(Path("a b/tb")).endswith("--logdir 'a b/tb'")
+
+
+def test_summary_of_sampled_answers() -> None:
+    sampled = EVALUATION | {"greedy_equal": None}
+    text = summary([make_row(1)], sampled, {}, Path("a"))
+    assert "tau          1.83 (1.00 without a drafter), 4.2 tok/s against 26.1 plain (0.16x)\n" in text
+    text = summary([make_row(1)], sampled | {"speedup": None, "plain_tokens_per_s": None}, {}, Path("a"))
+    assert "tau          1.83 (1.00 without a drafter)\n" in text
 
 
 def test_summary_where_no_answer_had_a_second_token() -> None:

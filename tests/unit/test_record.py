@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from unittest.mock import patch
 
@@ -12,7 +13,7 @@ from dflash_profiling import record
 from dflash_profiling.record import TraceWindow, span
 
 
-def run_loop(window: TraceWindow, steps: range) -> None:
+def run_loop(window: TraceWindow, steps: Iterable[int]) -> None:
     for step in steps:
         window.advance(step)
         with span(f"forward {step}"):
@@ -60,6 +61,15 @@ def test_part_of_a_window_is_written(tmp_path: Path, loop_steps: range, expected
     run_loop(TraceWindow(tmp_path, 3, "target", start_step=5, steps=3, metadata={}), loop_steps)
     steps = [name for name in span_names(read_trace(tmp_path)) if name.startswith("ProfilerStep#")]
     assert steps == [f"ProfilerStep#{step}" for step in expected]
+
+
+def test_steps_that_are_left_out_or_repeated_keep_their_numbers(tmp_path: Path) -> None:
+    """A target rank advances once a batch, and has no batch in some steps."""
+    window = TraceWindow(tmp_path, 3, "target", start_step=5, steps=4, metadata={})
+    run_loop(window, [2, 4, 4, 5, 5, 7, 8, 8, 8, 10])
+    steps = [5, 5, 7, 8, 8, 8]
+    expected = [name for step in steps for name in (f"ProfilerStep#{step}", f"forward {step}")]
+    assert span_names(read_trace(tmp_path)) == expected
 
 
 def test_first_step_can_be_traced(tmp_path: Path) -> None:

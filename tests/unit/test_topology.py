@@ -54,10 +54,18 @@ def test_batches_that_cannot_be_shared_are_refused_with_the_nearest(batches: int
         check_batches_per_step(parse_topology("1-2"), batches)
 
 
-@pytest.mark.parametrize("arguments", [["0-1", "configs/smollm2.yaml"], ["3-1", "no.yaml"], ["abc", "no.yaml"]])
-def test_preflight_refuses_in_one_line(arguments: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["0-1", "configs/smollm2.yaml"], "topology '0-1' has no target rank"),
+        (["3-1", "no.yaml"], "config 'no.yaml' does not exist"),
+        (["abc", "no.yaml"], "topology 'abc' is not one"),
+        (["3-1", "configs/smollm2.yaml", "gpu"], "DEVICE=gpu, but must be cpu, cuda or auto"),
+    ],
+)
+def test_preflight_refuses_in_one_line(arguments: list[str], part: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "dflash_dist.preflight", *arguments], capture_output=True, text=True, check=False
     )
     assert done.returncode == 2
-    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    assert done.stderr.startswith(f"error: {part}") and done.stderr.count("\n") == 1
