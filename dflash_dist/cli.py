@@ -8,7 +8,7 @@ import os
 import sys
 import traceback
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -19,6 +19,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 
 ConfigOption = Annotated[Path, typer.Option("--config", help="YAML configuration; see configs/.")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[section.key=value]...", help="Config overrides.")]
+TopologyOption = Annotated[str, typer.Option("--topo", help="T-D such as 3-1, or xN such as x2.")]
 DeviceOption = Annotated[str, typer.Option("--device", help="cpu, cuda or auto.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
 
@@ -31,14 +32,29 @@ def _options(debug: Annotated[bool, typer.Option("--debug", help="Show traceback
 
 
 @app.command()
-def check(config: Annotated[Path | None, typer.Option("--config")] = None, as_json: JsonOption = False) -> None:
-    """Say what this machine has and what the target would really run; exit 1 on an error."""
+def check(
+    config: Annotated[
+        Path | None, typer.Option("--config", help="Also check that this configuration can run here, and its memory.")
+    ] = None,
+    as_json: JsonOption = False,
+    overrides: Overrides = None,
+) -> None:
+    """Check this machine and a configuration.
+
+    Says what this machine has, what the target would really run, and how to mend what is wrong; exit 1 on an error.
+    """
+    if config is None and overrides:
+        raise UserError(f"the override {overrides[0]!r} has nothing to change; give --config too")
     from dflash_dist.check import as_json as findings_json
     from dflash_dist.check import as_text, has_errors
     from dflash_dist.check import check as run_check
+    from dflash_dist.check_config import check_config
     from dflash_dist.config import load_config
 
-    findings = run_check(load_config(config) if config else None)
+    settings = load_config(config, overrides or []) if config else None
+    findings = run_check(settings)
+    if settings:
+        findings += check_config(settings)
     print(findings_json(findings) if as_json else as_text(findings))
     if has_errors(findings):
         raise SystemExit(1)
@@ -76,7 +92,10 @@ def regenerate(
     device: DeviceOption = "auto",
     overrides: Overrides = None,
 ) -> None:
-    """Rewrite the answers of the config's chats with the target itself; the same command goes on after a stop."""
+    """Rewrite the answers of the config's chats with the target.
+
+    The same command goes on after a stop.
+    """
     _check_device_name(device)
     from dflash_dist.commands import regenerate_command
     from dflash_dist.config import load_config
@@ -99,7 +118,10 @@ def inspect(
     as_json: JsonOption = False,
     overrides: Overrides = None,
 ) -> None:
-    """Show a training row with its supervised tokens marked, and what a drafter makes of it."""
+    """Show a training row with its supervised tokens marked.
+
+    With --drafter and --anchors also what that drafter makes of it.
+    """
     _check_device_name(device)
     from dflash_dist.commands import inspect_command
     from dflash_dist.config import load_config
@@ -110,7 +132,7 @@ def inspect(
 @app.command()
 def train(
     config: ConfigOption,
-    topo: Annotated[str, typer.Option("--topo", help="T-D such as 3-1, or xN such as x2.")],
+    topo: TopologyOption,
     run: Annotated[str | None, typer.Option("--run", help="Name of the run; the config's stem by default.")] = None,
     device: DeviceOption = "auto",
     allow_slow: Annotated[
@@ -119,7 +141,10 @@ def train(
     init_from: Annotated[str | None, typer.Option("--init-from", help="Drafter folder to start from.")] = None,
     overrides: Overrides = None,
 ) -> None:
-    """Train a drafter, or go on with a run that was stopped; then export and evaluate it."""
+    """Train a drafter, then export and evaluate it.
+
+    The same command goes on with a run that was stopped.
+    """
     from dflash_dist.topology import parse_topology
 
     topology = parse_topology(topo)
@@ -136,11 +161,25 @@ def train(
 
 @app.command(name="eval")
 def evaluate(
-    run: Annotated[Path | None, typer.Option("--run", help="Run folder, or its name under runs/.")] = None,
-    drafter: Annotated[Path | None, typer.Option("--drafter", help="Exported drafter folder.")] = None,
-    target: Annotated[str | None, typer.Option("--target", help="Target folder, hub name or package:NAME.")] = None,
+    run: Annotated[
+        Path | None, typer.Option("--run", help="Run folder, or its name under runs/; not with --drafter or --target.")
+    ] = None,
+    drafter: Annotated[
+        Path | None, typer.Option("--drafter", help="Exported drafter folder; needs --target, not with --run.")
+    ] = None,
+    target: Annotated[
+        str | None, typer.Option("--target", help="Target folder, hub name or package:NAME; goes with --drafter.")
+    ] = None,
     prompts: Annotated[
-        Path | None, typer.Option("--prompts", help="JSONL file with `messages`, or .txt with a prompt a line.")
+        Path | None, typer.Option("--prompts", help="JSONL file of chats, or .txt file with a prompt a line.")
+    ] = None,
+    chat_template_kwargs: Annotated[
+        str | None,
+        typer.Option(
+            "--chat-template-kwargs",
+            metavar="JSON",
+            help="Object such as '{\"enable_thinking\": false}', in place of the run's.",
+        ),
     ] = None,
     max_new_tokens: Annotated[int | None, typer.Option("--max-new-tokens", min=1)] = None,
     temperature: Annotated[float | None, typer.Option("--temperature", help="0 is greedy, the default.")] = None,
@@ -152,7 +191,10 @@ def evaluate(
 ) -> None:
     """Measure tau by real speculative decoding.
 
-    Prompts are those that the run kept out of training, or the bundled ones for a drafter and a target.
+    Of a run (--run R), or of any drafter (--drafter D --target T). Prompts are those that the run kept out of training,
+    or the bundled ones for a drafter and a target. A line of a --prompts file is a JSON object:
+
+    {"messages": [{"role": "user", "content": "..."}]}
     """
     _check_device_name(device)
     from dflash_dist.commands import evaluate_command
@@ -166,7 +208,8 @@ def evaluate(
         "seed": seed,
     }
     changes = {name: value for name, value in given.items() if value is not None}
-    figures = evaluate_command(run, drafter, target, prompts, changes, device)
+    kwargs = None if chat_template_kwargs is None else _json_object("--chat-template-kwargs", chat_template_kwargs)
+    figures = evaluate_command(run, drafter, target, prompts, changes, kwargs, device)
     print(json.dumps(figures) if as_json else as_table(figures))
 
 
@@ -176,7 +219,10 @@ def export(
     out: Annotated[Path, typer.Option("--out", help="Folder to write; it must not exist.")],
     form: Annotated[str, typer.Option("--format", help="plain (z-lab, SGLang, vLLM) or speculators (vLLM).")] = "plain",
 ) -> None:
-    """Write the newest checkpoint of a run as a drafter folder, and print how to serve it."""
+    """Write a run's newest checkpoint as a drafter folder.
+
+    Prints the folder and the commands that serve it.
+    """
     if form not in ("plain", "speculators"):
         raise UserError(f"export format {form!r} is not known; use --format plain or --format speculators")
     from dflash_dist.commands import export_command
@@ -192,13 +238,16 @@ app.add_typer(profile, name="profile")
 @profile.command(name="run")
 def profile_run(
     config: ConfigOption,
-    topo: Annotated[str, typer.Option("--topo")],
+    topo: TopologyOption,
     steps: Annotated[int, typer.Option("--steps", min=1, help="Steps in the recorded window.")] = 4,
     run: Annotated[str | None, typer.Option("--run", help="Name of the run.")] = None,
     device: DeviceOption = "auto",
     overrides: Overrides = None,
 ) -> None:
-    """Make a fresh short run in which every rank records a trace into the run's profile/ folder."""
+    """Make a short run in which every rank records a trace.
+
+    It is always a new run; the traces lie in its profile/ folder, which is printed.
+    """
     from dflash_dist.topology import parse_topology
 
     topology = parse_topology(topo)
@@ -206,6 +255,16 @@ def profile_run(
     from dflash_dist.commands import profile_command
 
     raise SystemExit(profile_command(config, topology, steps, run, device, overrides or []))
+
+
+def _json_object(option: str, text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise UserError(f"{option} is {text!r}, but must be a JSON object such as '{{\"enable_thinking\": false}}'")
+    return value
 
 
 def _check_device_name(device: str) -> None:

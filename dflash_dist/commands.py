@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import os
 import re
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +30,7 @@ from dflash_dist.topology import Topology, check_devices, parse_topology
 from dflash_dist.train.inputs import resolve_inputs
 from dflash_dist.train.launch import export_checkpoint
 from dflash_dist.train.launch import train as run_train
+from dflash_dist.train.metrics import tensorboard_command
 from dflash_dist.train.run_folder import CONFIG, run_config, run_store
 
 CACHE = ".cache/dflash_dist"
@@ -40,17 +42,21 @@ def evaluate_command(
     target: str | None,
     prompts: Path | None,
     changes: dict[str, Any],
+    chat_template_kwargs: dict[str, Any] | None,
     device: str,
 ) -> dict[str, Any]:
     """The figures of `dflash-dist eval`: of a run's export, or of a drafter folder with its target.
 
-    `changes`: keys of `EvaluateConfig` given on the command line.
+    `changes`: keys of `EvaluateConfig` given on the command line. `chat_template_kwargs` stand in for the run's.
     """
     device_type = check_devices(parse_topology("x1"), torch.cuda.device_count(), device)
     if run is not None and drafter is None and target is None:
         folder = find_run(run)
         config = run_config(folder)
         config = dataclasses.replace(config, evaluate=dataclasses.replace(config.evaluate, **changes))
+        if chat_template_kwargs is not None:
+            data = dataclasses.replace(config.data, chat_template_kwargs=chat_template_kwargs)
+            config = dataclasses.replace(config, data=data)
         exported = folder / "export" / "plain"
         if not exported.exists():
             raise UserError(f"run {folder} has no export yet; finish its training, or use `dflash-dist export` first")
@@ -64,7 +70,8 @@ def evaluate_command(
         target_settings, settings, kwargs = config.target, config.evaluate, config.data.chat_template_kwargs
         cache, drafter = Path(config.cache_dir), exported
     elif run is None and drafter is not None and target is not None:
-        target_settings, settings, kwargs = TargetConfig(model=target), EvaluateConfig(**changes), {}
+        target_settings, settings = TargetConfig(model=target), EvaluateConfig(**changes)
+        kwargs = chat_template_kwargs or {}
         cache, prompts = Path(CACHE), prompts or bundled_prompts()
     else:
         raise UserError("give either --run R, or --drafter D with --target T")
@@ -175,7 +182,13 @@ def profile_command(
         )
     code = run_train(settings, topology, device, name, [*arguments, *overrides], finish=False, allow_slow=True)
     if code == 0:
-        print(Path(settings.runs_dir) / name / "profile")
+        folder = Path(settings.runs_dir) / name / "profile"
+        print(
+            "open a trace at https://ui.perfetto.dev, or all of them, with torch-tb-profiler installed, by: "
+            f"{tensorboard_command(folder)}",
+            file=sys.stderr,
+        )
+        print(folder)
     return code
 
 

@@ -118,11 +118,10 @@ def _document_id(config: Config, key: int) -> str:
         if not isinstance(chat, Chat):
             continue
         seen[chat.id] += 1
-        copies = [chat.id, *(f"{chat.id}#{copy}" for copy in range(2, seen[chat.id] + 1))]
-        suffixes = ["", *(f"/turn{turn}" for turn in range(1, len(chat.messages) + 1))]
-        for name in (copy + suffix for copy in copies for suffix in suffixes):
-            if document_key(name) == key:
-                return name
+        copy = chat.id if seen[chat.id] == 1 else f"{chat.id}#{seen[chat.id]}"
+        for suffix in ["", *(f"/turn{turn}" for turn in range(1, len(chat.messages) + 1))]:
+            if document_key(copy + suffix) == key:
+                return copy + suffix
     return f"{key:016x}"
 
 

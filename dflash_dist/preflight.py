@@ -38,6 +38,8 @@ def main(arguments: list[str]) -> int:
         return 2
     topo, config, device = [*arguments, "auto"][:3]
     try:
+        if device not in ("cpu", "cuda", "auto"):
+            raise UserError(f"DEVICE={device}, but must be cpu, cuda or auto")
         check_devices(parse_topology(topo), visible_gpus(), device)
         if not Path(config).is_file():
             known = ", ".join(sorted(str(path) for path in Path("configs").glob("*.yaml")))

@@ -20,7 +20,11 @@ else
     exit 2
 fi
 
-command=(torchrun --standalone --nproc-per-node "$ranks" -m -- dflash_dist train --config "$config" --topo "$topo" "$@")
+torchrun=$(command -v torchrun || command -v "$(dirname "$0")/../.venv/bin/torchrun") || {
+    echo "error: torchrun is not on the PATH, and .venv/bin has none; run make setup, or activate your environment" >&2
+    exit 2
+}
+command=("$torchrun" --standalone --nproc-per-node "$ranks" -m -- dflash_dist train --config "$config" --topo "$topo" "$@")
 printf '%q ' "${command[@]}" >&2
 echo >&2
 exec "${command[@]}"

@@ -52,7 +52,7 @@ def read_source(name: str, max_rows: int | None = None) -> Iterator[Chat | Rejec
     if name.startswith("package:"):
         rows: Iterable[Chat | Rejection] = _chitchat_rows(_chitchat_file(name))
     elif is_local(name):
-        rows = _file_rows(_checked_file(name))
+        rows = _file_rows(checked_file(name))
     else:
         rows = _hub_rows(name)
     return itertools.islice(rows, max_rows)
@@ -67,7 +67,7 @@ def source_identity(name: str) -> list[str]:
         file = _chitchat_file(name)
         return [name, importlib.metadata.version("chitchat-dataset"), sha256(file)]
     if is_local(name):
-        file = _checked_file(name)
+        file = checked_file(name)
         return [file.name, sha256(file)]
     return [name, _hub_revision(_split_of(name)[0])]
 
@@ -77,7 +77,8 @@ def is_local(name: str) -> bool:
     return name.endswith(_SUFFIXES) or name.startswith(("/", "./", "../", "~")) or os.path.exists(name)
 
 
-def _checked_file(name: str) -> Path:
+def checked_file(name: str) -> Path:
+    """The file that the source `name` means; UserError if it is missing, empty or of an unknown kind."""
     file = Path(os.path.expanduser(name))
     try:
         status = file.stat()
@@ -217,7 +218,7 @@ def _chitchat_file(name: str) -> Path:
         raise UserError(
             f"data source {name} is not installed; run `make setup`, or `pip install 'dflash-dist[realdata]'`"
         )
-    return _checked_file(str(Path(spec.origin).parent / "dataset.json"))
+    return checked_file(str(Path(spec.origin).parent / "dataset.json"))
 
 
 def _chitchat_rows(file: Path) -> Iterator[Chat | Rejection]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dflash_dist.config import EvaluateConfig
+from dflash_dist.data.chat import ChatRejected, prompt_ids
 from dflash_dist.drafter.model import DFlashDrafter
 from dflash_dist.errors import UserError
 from dflash_dist.evaluate.sampling import choice_of
@@ -38,7 +39,7 @@ def evaluate(
         raise UserError("there is no prompt to evaluate on; give a file with at least one row of messages")
     drafter = copy.deepcopy(drafter).to(device=target.device, dtype=target.dtype).eval()
     stops = stop_ids(target)
-    rendered = [prompt_ids(tokenizer, messages, chat_template_kwargs or {}) for messages in prompts]
+    rendered = [rendered_prompt(tokenizer, messages, chat_template_kwargs or {}) for messages in prompts]
     for number, ids in enumerate(rendered, start=1):
         context_left(target, len(ids), f"prompt {number} of {len(rendered)}")
     # Kernels are chosen and compiled on first use: not part of the measurement.
@@ -100,18 +101,12 @@ def stop_ids(target: Any) -> frozenset[int]:
     return frozenset([eos] if isinstance(eos, int) else eos)
 
 
-def prompt_ids(tokenizer: Any, messages: list[dict[str, Any]], chat_template_kwargs: dict[str, Any]) -> list[int]:
-    """Token ids of the chat up to where the answer begins, rendered as a server does."""
+def rendered_prompt(tokenizer: Any, messages: list[dict[str, Any]], chat_template_kwargs: dict[str, Any]) -> list[int]:
+    """Token ids of the chat up to where the answer begins; UserError if the template gives none."""
     try:
-        text = tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, **chat_template_kwargs
-        )
-    except Exception as error:  # whatever a template raises
-        raise UserError(f"the chat template fails on a prompt of {len(messages)} messages: {error}") from None
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    if not ids:
-        raise UserError(f"a prompt of {len(messages)} messages renders to no token; check its messages")
-    return list(ids)
+        return prompt_ids(tokenizer, messages, chat_template_kwargs)
+    except ChatRejected as rejected:
+        raise UserError(f"a prompt of {len(messages)} messages cannot be rendered: {rejected}; mend it") from None
 
 
 def _seconds_per_token(generations: Sequence[Generation]) -> float | None:

@@ -15,7 +15,7 @@ from dflash_dist.data.sources import Rejection, chat_of_row, jsonl_rows
 from dflash_dist.data.store import TokenStore
 from dflash_dist.drafter.config import check_target
 from dflash_dist.errors import UserError
-from dflash_dist.evaluate.acceptance import evaluate, prompt_ids
+from dflash_dist.evaluate.acceptance import evaluate, rendered_prompt
 from dflash_dist.export.plain import load_drafter
 from dflash_dist.target.load import ends_of, load_full, load_tokenizer, text_config
 from dflash_dist.target.package import target_folder
@@ -47,7 +47,8 @@ def _fitting(config: Config, prompts: list[list[dict[str, Any]]], folder: Path |
     """The prompts that are shorter than the target's context; how many are not is said on stderr."""
     context = text_config(folder, config.target.trust_remote_code).max_position_embeddings
     tokenizer = load_tokenizer(folder, config.target.trust_remote_code)
-    fitting = [chat for chat in prompts if len(prompt_ids(tokenizer, chat, config.data.chat_template_kwargs)) < context]
+    kwargs = config.data.chat_template_kwargs
+    fitting = [chat for chat in prompts if len(rendered_prompt(tokenizer, chat, kwargs)) < context]
     if len(fitting) < len(prompts):
         left_out = len(prompts) - len(fitting)
         print(
@@ -67,6 +68,7 @@ def evaluate_on(
     chat_template_kwargs: dict[str, Any],
 ) -> dict[str, Any]:
     """Figures of real speculative decoding, as `evaluate.acceptance.evaluate` gives them."""
+    print(f"evaluating on {len(prompts)} prompts, each with and without the drafter ...", file=sys.stderr)
     device = torch.device(device_type)
     drafter = load_drafter(drafter_folder).to(device)
     target_config = text_config(folder, target_settings.trust_remote_code)

@@ -28,13 +28,18 @@ def target_folder(model: str, cache_dir: Path) -> Path:
     """
     if model.startswith("package:"):
         return _smollm2_folder(model, Path(cache_dir))
+    return local_folder(model) or _hub_folder(model)
+
+
+def local_folder(model: str) -> Path | None:
+    """The folder of this machine that `model` names, None where it is a hub name; UserError if it holds no model."""
     folder = Path(os.path.expanduser(model))  # leaves an unknown user's name as it is
     if os.path.exists(folder) or model.startswith(("/", "./", "../", "~")):
         if not os.path.isfile(folder / "config.json"):
             found = "holds no config.json" if os.path.exists(folder) else "does not exist"
             raise UserError(f"target {model} {found}; target.model must be a Hugging Face model folder or a hub name")
         return folder
-    return _hub_folder(model)
+    return None
 
 
 def _hub_folder(model: str) -> Path:

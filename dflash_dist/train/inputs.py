@@ -37,20 +37,26 @@ def resolve_inputs(config: Config, topology: Topology) -> Inputs:
     """The run's inputs, prepared where they are not yet; UserError where the run cannot work."""
     check_batches_per_step(topology, config.schedule.batches_per_step)
     folder = target_folder(config.target.model, Path(config.cache_dir))
-    target_config = text_config(folder, config.target.trust_remote_code)
-    drafter = resolve(config.drafter, target_config, _tokenizer_length(config, folder))
+    target_config, drafter = resolve_drafter(config, folder)
     store_folder, report = prepare_with_report(config, Path(folder))
     store = TokenStore.open(store_folder)
     check_vocabulary(store.largest_token(), target_config.vocab_size, folder)
     schedule = Schedule(store, config, topology)
-    if config.train.init_from is not None:
-        _check_init(Path(config.train.init_from), drafter)
     if schedule.total_steps == 0:
         raise UserError(
             f"data.sources give {len(store.lengths)} documents, of which none is left for training; add data, or lower "
             f"data.held_out_share={config.data.held_out_share}"
         )
     return Inputs(folder, target_config, store, drafter, schedule, store_folder, report)
+
+
+def resolve_drafter(config: Config, folder: Path | str) -> tuple[Any, DrafterConfig]:
+    """The configurations of the target in `folder` and of the run's drafter; UserError where they do not fit."""
+    target_config = text_config(folder, config.target.trust_remote_code)
+    drafter = resolve(config.drafter, target_config, _tokenizer_length(config, folder))
+    if config.train.init_from is not None:
+        _check_init(Path(config.train.init_from), drafter)
+    return target_config, drafter
 
 
 def _check_init(folder: Path, drafter: DrafterConfig) -> None:

@@ -70,7 +70,8 @@ def train(
     if not launched_here():
         check_name_is_free(config, folder)
         if is_finished(folder):
-            print(f"run {run_name} is finished: see {folder}; --run NAME starts another", file=sys.stderr)
+            if os.environ.get("RANK", "0") == "0":  # under another's torchrun every rank comes here
+                print(f"run {run_name} is finished: see {folder}; --run NAME starts another", file=sys.stderr)
             return 0
     if in_world():
         return _train_as_rank(config, topology, device_type, folder, allow_slow)
@@ -141,7 +142,7 @@ def begin_run(config: Config, topology: Topology, device_type: str, folder: Path
         set_damaged_aside(folder / CHECKPOINTS)
         resumes = newest_checkpoint(folder / CHECKPOINTS) is not None
         record_begin(config, inputs, environment(config, findings), folder, resumes=resumes)
-        for name in (CHECKPOINTS, "tb", "profile"):
+        for name in (CHECKPOINTS, "tb"):  # profile/ is made with the first trace
             (folder / name).mkdir(exist_ok=True)
         yield
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -148,18 +149,13 @@ def summary(
 ) -> str:
     """The closing lines of a run: how much, how fast, how good, how long and where everything lies.
 
-    `rows` are those of metrics.jsonl, `evaluation` holds at least `tau_pooled`, `phases_s` the seconds of each phase.
+    `rows` are those of metrics.jsonl, `evaluation` is what `evaluate` returned, `phases_s` the seconds of each phase.
     """
     lines = [f"run {run_folder.name}: {_amount(rows)}"]
     for key in ("loss", "val_loss"):
         if ends := _ends(rows, key):
             lines.append(f"  {key:<12} {ends[0]:.3f} -> {ends[1]:.3f}")
-    if evaluation is None or evaluation["tau_pooled"] is None:
-        why = "" if evaluation is None else ": no answer had a second token"
-        lines.append(f"  {'tau':<12} not measured{why}")
-    else:
-        prompts = f", {evaluation['prompts']} prompts" if "prompts" in evaluation else ""
-        lines.append(f"  {'tau':<12} {evaluation['tau_pooled']:.2f} against 1.00 without a drafter{prompts}")
+    lines.append(f"  {'tau':<12} {_quality(evaluation)}")
     if phases_s:
         lines.append(f"  {'seconds':<12} " + ", ".join(f"{name} {value:.1f}" for name, value in phases_s.items()))
     lines.append(f"  {'run folder':<12} {run_folder}")
@@ -167,8 +163,28 @@ def summary(
         lines.append(f"  {'checkpoint':<12} {checkpoint}")
     if export_folder is not None:
         lines.append(f"  {'export':<12} {export_folder}")
-    lines.append(f"  {'TensorBoard':<12} tensorboard --logdir {run_folder / 'tb'}")
+    lines.append(f"  {'TensorBoard':<12} {tensorboard_command(run_folder / 'tb')}")
     return "\n".join(lines)
+
+
+def tensorboard_command(folder: Path) -> str:
+    """What starts TensorBoard on `folder`, whether or not this Python's environment is on the PATH."""
+    return shlex.join([sys.executable, "-m", "tensorboard.main", "--logdir", str(folder)])
+
+
+def _quality(evaluation: Mapping[str, Any] | None) -> str:
+    """Tau and speed side by side: a drafter can raise the one and still cost more than it saves."""
+    if evaluation is None:
+        return "not measured"
+    if evaluation["tau_pooled"] is None:
+        return "not measured: no answer had a second token"
+    parts = [f"{evaluation['tau_pooled']:.2f} (1.00 without a drafter)"]
+    if evaluation["speedup"] is not None:  # plain decoding that samples may give no second token
+        plain, times = evaluation["plain_tokens_per_s"], evaluation["speedup"]
+        parts.append(f"{evaluation['tokens_per_s']:.1f} tok/s against {plain:.1f} plain ({times:.2f}x)")
+    if evaluation["greedy_equal"] is not None:
+        parts.append(f"{evaluation['greedy_equal']} of {evaluation['prompts']} outputs equal plain decoding")
+    return ", ".join(parts)
 
 
 def _amount(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -28,8 +28,9 @@ class TraceWindow:
     """Traces the steps `start_step` .. `start_step + steps - 1` of one rank's loop into `folder`; none if `steps` is 0.
 
     The step before is profiled and thrown away, because the profiler's own start-up falls into it. The trace holds
-    `role`, `rank` and each key of `metadata` (JSON-able values) at its top level, and `ProfilerStep#n` spans with the
-    loop's step numbers. Nothing here raises into the loop: what goes wrong is said on stderr and ends the window.
+    `role`, `rank` and each key of `metadata` (JSON-able values) at its top level, and a `ProfilerStep#n` span for each
+    call of `advance`, with its step. Nothing here raises into the loop: what goes wrong is said on stderr and ends the
+    window.
     """
 
     def __init__(
@@ -44,7 +45,10 @@ class TraceWindow:
         self._done = steps == 0
 
     def advance(self, step: int) -> None:
-        """Open, continue or end the trace; called by the loop at the start of each step, with its number."""
+        """Open, continue or end the trace; called by the loop at the start of each step, with its number.
+
+        A loop may leave steps out, and may call this several times in one step, such as once a batch.
+        """
         if self._done or step < self.start_step - 1:
             return
         if step >= self.end_step:
@@ -52,9 +56,9 @@ class TraceWindow:
             return
         try:
             if self._profiler is None:
-                self._open(step)
+                self._open()
             if step >= self.start_step:
-                self._record()
+                self._record(step)
         except Exception as error:
             self._give_up("be taken", error)
 
@@ -72,28 +76,27 @@ class TraceWindow:
         except Exception as error:
             self._give_up("be written", error)
 
-    def _open(self, step: int) -> None:
+    def _open(self) -> None:
         """Start the warm-up; it lasts until `_record`, a whole step where the loop began before the window."""
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
-        first = max(step, self.start_step)
         profiler = profile(
             activities=activities,
-            schedule=lambda n: ProfilerAction.RECORD if n >= first else ProfilerAction.WARMUP,
+            schedule=lambda _: ProfilerAction.RECORD if _recording else ProfilerAction.WARMUP,
             record_shapes=True,
         )
-        profiler.step_num = first - 1  # so that ProfilerStep#n carries the loop's own numbers
         for key, value in self.metadata.items():
             profiler.preset_metadata_json(key, json.dumps(value))
         profiler.start()
         self._profiler = profiler
 
-    def _record(self) -> None:
+    def _record(self, step: int) -> None:
         global _recording
         assert self._profiler is not None
-        self._profiler.step()
         _recording = True
+        self._profiler.step_num = step - 1  # which step() counts up: ProfilerStep#n carries the loop's own number
+        self._profiler.step()
 
     def _write(self, profiler: profile) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)

@@ -10,12 +10,13 @@ import numpy as np
 import torch
 
 from dflash_dist.config import DrafterSettings, TargetConfig, TrainConfig
+from dflash_dist.data.chat import prompt_ids
 from dflash_dist.data.store import Documents
 from dflash_dist.drafter.anchors import draw_blocks
 from dflash_dist.drafter.config import resolve
 from dflash_dist.drafter.loss import block_sums
 from dflash_dist.drafter.model import DFlashDrafter
-from dflash_dist.evaluate.acceptance import prompt_ids, stop_ids
+from dflash_dist.evaluate.acceptance import stop_ids
 from dflash_dist.evaluate.speculate import Generation, plain_decode
 from dflash_dist.target.capture import TargetForward
 from dflash_dist.target.load import TargetEnds, ends_of, load_full

@@ -7,7 +7,8 @@ import torch
 from typer.testing import CliRunner
 
 from dflash_dist.cli import app
-from dflash_dist.evaluate.acceptance import prompt_ids, stop_ids, summarise
+from dflash_dist.data.chat import prompt_ids
+from dflash_dist.evaluate.acceptance import stop_ids, summarise
 from dflash_dist.evaluate.run import bundled_prompts, read_prompts
 from dflash_dist.evaluate.speculate import block_logits, extend_context, plain_decode, speculative_decode
 from dflash_dist.export.plain import export_plain, load_drafter

@@ -49,8 +49,9 @@ def test_other_targets_train_export_and_evaluate(make: Maker, kind: str) -> None
     config = make(kind)
     train(config, "2-1", "run")
     folder = config.parent / "runs" / "run"
-    for name in ("config.yaml", "environment.json", "metrics.jsonl", "tb", "checkpoints", "profile", "export"):
+    for name in ("config.yaml", "environment.json", "metrics.jsonl", "tb", "checkpoints", "export"):
         assert (folder / name).exists(), name
+    assert not (folder / "profile").exists()
     done = dflash("eval", "--run", str(folder), "--json", "--max-new-tokens", "8")
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout)

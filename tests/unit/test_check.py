@@ -106,11 +106,27 @@ def test_versions_compare_as_numbers(version: str, numbers: tuple[int, ...]) -> 
         ({"linear_num_value_heads": 4}, "hybrid, with"),
         (DENSE, "no linear-attention"),
         ({"hidden_size": 8}, "no linear-attention"),
-        (None, "is unknown"),
     ],
 )
-def test_target_kind_is_read_from_its_config(tmp_path: Path, tree: dict | None, expected: str) -> None:
+def test_target_kind_is_read_from_its_config(tmp_path: Path, tree: dict, expected: str) -> None:
     assert expected in by_name(check(make_config(tmp_path, tree)))["target"].detail
+
+
+def test_a_hub_target_that_is_not_here_yet_is_a_warning(tmp_path: Path) -> None:
+    finding = by_name(check(make_config(tmp_path, model="nobody/no-such-model")))["target"]
+    assert finding.level == "warning" and "is unknown" in finding.detail and "prepare" in finding.mend
+
+
+@pytest.mark.parametrize("model", ["./nowhere", "~nobody/model", "a/b/c"])
+def test_a_target_that_cannot_be_is_an_error(tmp_path: Path, model: str) -> None:
+    finding = by_name(check(make_config(tmp_path, model=model)))["target"]
+    assert finding.level == "error" and model in finding.detail and "target.model" in finding.mend
+
+
+def test_a_target_whose_config_is_no_json(tmp_path: Path) -> None:
+    config = make_config(tmp_path, DENSE)
+    (tmp_path / "target" / "config.json").write_text("{")
+    assert by_name(check(config))["target"].level == "error"
 
 
 def test_target_kind_of_a_converted_package(tmp_path: Path) -> None:

@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 
-from dflash_dist.config import load_config
+from dflash_dist import commands
+from dflash_dist.config import EvaluateConfig, TargetConfig, config_text, load_config
 from dflash_dist.data.prepare import prepare
 from dflash_dist.data.store import TokenStore
+from dflash_dist.errors import UserError
 from dflash_dist.evaluate import run
 from tests.tiny import make_chats, make_config, make_target
 
@@ -32,3 +34,30 @@ def test_prompts_that_fill_the_context_are_left_out_and_said(
     assert (figures is None) == (long_chats == 3)
     said = f"{long_chats} of 3 held-out prompts fill the target's context of {CONTEXT_TOKENS} tokens: left out"
     assert (said in capsys.readouterr().err) == (long_chats > 0)
+
+
+def test_a_wait_is_announced_before_the_models_are_loaded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    missing, target = tmp_path / "missing", TargetConfig(model="target")
+    with pytest.raises(UserError, match="missing"):
+        run.evaluate_on([[], []], missing, tmp_path, target, "cpu", EvaluateConfig(), {})
+    assert "evaluating on 2 prompts" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("given", [None, {"enable_thinking": False}])
+def test_template_arguments_of_the_command_line_stand_in_for_the_runs(
+    tmp_path: Path, given: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = make_target("qwen3", tmp_path / "target")
+    settings = make_config(tmp_path, target, make_chats(tmp_path / "chats.jsonl", rows=2))
+    of_run = {"enable_thinking": True}
+    folder = tmp_path / "run"
+    (folder / "export" / "plain").mkdir(parents=True)
+    config = load_config(settings, ["data.chat_template_kwargs={enable_thinking: true}"])
+    (folder / "config.yaml").write_text(config_text(config))
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("Hello\n")
+    used: list[Any] = []
+    monkeypatch.setattr(commands, "evaluate_on", lambda *arguments: used.append(arguments[-1]) or {})
+    commands.evaluate_command(folder, None, None, prompts, {}, given, "cpu")
+    commands.evaluate_command(None, tmp_path / "drafter", str(target), prompts, {}, given, "cpu")
+    assert used == [of_run if given is None else given, given or {}]

@@ -8,12 +8,14 @@ import re
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
 
+from dflash_dist import inspection
 from dflash_dist.commands import inspect_command, regenerate_command
 from dflash_dist.config import Config, TargetConfig, load_config
 from dflash_dist.data.prepare import prepare
@@ -72,6 +74,16 @@ def test_rows_of_repeated_ids_are_told_apart(target: Path, tmp_path: Path) -> No
     chats.write_text(chats.read_text() * 3)
     config = load_config(tiny.make_config(tmp_path, target, chats))
     assert [stored_row(config, number).id for number in range(3)] == ["chat-0", "chat-0#2", "chat-0#3"]
+
+
+def test_a_repeated_id_is_found_in_one_pass(target: Path, tmp_path: Path) -> None:
+    chats = tiny.make_chats(tmp_path / "chats.jsonl", rows=1)
+    messages = len(json.loads(chats.read_text())["messages"])
+    chats.write_text(chats.read_text() * 40)
+    config = load_config(tiny.make_config(tmp_path, target, chats))
+    with mock.patch.object(inspection, "document_key", wraps=inspection.document_key) as document_key:
+        assert stored_row(config, 39).id == "chat-0#40"
+    assert document_key.call_count <= 40 * (1 + messages)
 
 
 def test_text_marks_supervised_runs_with_brackets(config: Config, capsys: pytest.CaptureFixture[str]) -> None:

@@ -181,6 +181,16 @@ def test_topologies_of_many_digits(target: Path, tmp_path: Path, topo: str) -> N
     assert "topology" in refused("train", "--config", config_for(tmp_path, target), "--topo", topo)
 
 
+@pytest.mark.parametrize("text", ["{", "[1]", "enable_thinking=false"])
+def test_chat_template_arguments_that_are_no_object(exported: Path, target: Path, text: str) -> None:
+    line = evaluated(exported, target, "--chat-template-kwargs", text)
+    assert f"--chat-template-kwargs is {text!r}, but must be a JSON object such as" in line
+
+
+def test_overrides_of_no_config() -> None:
+    assert "'train.epochs=2' has nothing to change; give --config too" in refused("check", "train.epochs=2")
+
+
 @pytest.mark.parametrize("url", ["localhost:8000/v1", "server/v1", "file:///etc"])
 def test_a_server_without_an_address(target: Path, tmp_path: Path, url: str) -> None:
     out = str(tmp_path / "out.jsonl")

@@ -19,14 +19,13 @@ import torch
 
 from dflash_dist.commands import regenerate_command
 from dflash_dist.config import Config, TargetConfig, load_config
-from dflash_dist.data.chat import supervised_runs
+from dflash_dist.data.chat import prompt_ids, supervised_runs
 from dflash_dist.data.prepare import prepare
 from dflash_dist.data.regenerate import Sampling
 from dflash_dist.data.regenerate_server import ServerWriter
 from dflash_dist.data.regenerate_target import KeyedNoise
 from dflash_dist.data.store import TokenStore
 from dflash_dist.errors import RunFailed, UserError
-from dflash_dist.evaluate.acceptance import prompt_ids
 from dflash_dist.evaluate.speculate import plain_decode
 from dflash_dist.target.load import load_full, load_tokenizer
 from tests import tiny

@@ -1,0 +1,77 @@
+"""Whether a configuration can run, and what it takes: what `train` would refuse, found before anything is prepared."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import torch
+
+from dflash_dist.check import Finding, refusal, target_config_path
+from dflash_dist.config import Config
+from dflash_dist.data.sources import checked_file, is_local
+from dflash_dist.errors import UserError
+from dflash_dist.target.package import local_folder
+from dflash_dist.topology import parse_topology
+from dflash_dist.train.inputs import resolve_drafter
+from dflash_dist.train.memory import GIB, check_memory, drafter_parameters, rank_memory
+
+
+def check_config(config: Config) -> list[Finding]:
+    """The findings on the data files, the drafter and the memory of each role; nothing is downloaded or written.
+
+    About the drafter and its memory there is none while the target is not on this machine.
+    """
+    findings = [_data_file(source) for source in config.data.sources if is_local(source)]
+    folder = _target_here(config)
+    return findings if folder is None else [*findings, *_drafter(config, folder)]
+
+
+def _data_file(source: str) -> Finding:
+    name = f"data {Path(source).name}"
+    try:
+        size_bytes = checked_file(source).stat().st_size
+    except UserError as error:
+        return refusal(name, error)
+    return Finding(name, "ok", f"{size_bytes / 2**20:.1f} MiB")
+
+
+def _target_here(config: Config) -> Path | None:
+    """The target's folder; None where it lacks what `prepare` would download, or where `check` finds it wrong."""
+    try:
+        path = target_config_path(config)
+        hub = not config.target.model.startswith("package:") and local_folder(config.target.model) is None
+    except UserError:
+        return None
+    if path is None or (hub and not (path.parent / "tokenizer_config.json").is_file()):
+        return None
+    return path.parent
+
+
+def _drafter(config: Config, folder: Path) -> list[Finding]:
+    """Whether the drafter fits the target in `folder`, and what a rank of each role takes of this machine's memory."""
+    try:
+        target_config, drafter = resolve_drafter(config, folder)
+    except UserError as error:
+        return [refusal("drafter", error)]
+    detail = (
+        f"{drafter_parameters(drafter) / 1e6:,.1f} M parameters in {drafter.num_hidden_layers} layers; taps "
+        f"{list(drafter.target_layer_ids)} of {drafter.num_target_layers} layers, mask token {drafter.mask_token_id}"
+    )
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    needs = rank_memory(config, parse_topology("1-1"), target_config, drafter, device)
+    free_bytes = torch.cuda.mem_get_info()[0] if device == "cuda" else psutil.virtual_memory().available
+    memory = [_memory(role, parts, free_bytes) for role, parts in needs.items()]
+    return [Finding("drafter", "ok", detail), *memory]
+
+
+def _memory(role: str, parts: dict[str, float], free_bytes: float) -> Finding:
+    """Whether one rank fits, in the topology that asks least of it."""
+    name = f"{role} memory"
+    try:
+        check_memory({role: parts}, free_bytes, {role: 1})
+    except UserError as error:
+        return refusal(name, error)
+    shown = " + ".join(f"{part} {size / GIB:.2f}" for part, size in parts.items())
+    total_gib, free_gib = sum(parts.values()) / GIB, free_bytes / GIB
+    return Finding(name, "ok", f"at least {total_gib:.2f} GiB a rank ({shown}) of {free_gib:.1f} GiB free")
