@@ -109,7 +109,7 @@ def test_sums_are_fp32_and_only_the_loss_has_a_gradient():
 
 @pytest.mark.parametrize("objective", OBJECTIVES, ids=lambda o: f"{o.kind}-{o.weights}")
 def test_bf16_stays_near_the_float64_definition(objective):
-    """Figures of this setting: loss within 0.4 %, gradients within 3.2 %."""
+    """Measured here: loss within 0.04 %, gradients within 2.0 %."""
     config = small_config()
     results = []
     for dtype in (torch.float64, torch.bfloat16):
@@ -125,8 +125,8 @@ def test_bf16_stays_near_the_float64_definition(objective):
         (sums[0] / sums[1]).backward()
         results.append((sums[0] / sums[1], torch.cat([p.grad.flatten().double() for p in drafter.parameters()])))
     (exact, gradient), (loss, rounded) = results
-    assert loss.item() == pytest.approx(exact.item(), rel=0.01)
-    assert (rounded - gradient).norm() <= 0.05 * gradient.norm()
+    assert loss.item() == pytest.approx(exact.item(), rel=1e-3)
+    assert (rounded - gradient).norm() <= 0.03 * gradient.norm()
 
 
 def test_kl_to_a_target_that_the_drafter_equals_is_zero():
