@@ -126,7 +126,8 @@ def test_a_broken_row_is_skipped_and_its_line_named(make: Maker) -> None:
     chats = config.parent / "chats.jsonl"
     lines = chats.read_text().splitlines()
     chats.write_text("\n".join([*lines[:4], '{"messages": [', *lines[4:]]) + "\n")
-    assert "chats.jsonl:5" in train(config, "x1", "run").stderr
+    done = dflash("prepare", "--config", str(config))
+    assert done.returncode == 0 and "chats.jsonl:5" in done.stderr
 
 
 def test_a_target_too_large_is_refused_with_the_sum(make: Maker, tmp_path: Path) -> None:
@@ -149,6 +150,7 @@ def test_a_hybrid_target_with_half_an_fla_is_refused_unless_allowed(make: Maker,
     assert done.returncode == 2, done.stderr
     assert "fla" in done.stderr.splitlines()[-1] and "--allow-slow" in done.stderr
     arguments = ["train", "--config", str(config), "--topo", "x1", "--run", "bad", "--allow-slow"]
+    arguments.append("train.max_steps=1")
     assert dflash(*arguments, PYTHONPATH=str(site)).returncode == 0
 
 
