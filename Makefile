@@ -32,7 +32,7 @@ $(READY): pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 ifeq ($(HAS_GPU),yes)
 	@$(PIP) 'torch>=2.11'
-	@$(PIP) -e '.[gpu,profile,realdata,dev]'
+	@$(PIP) -e '.[gpu,profile,realdata,interop,dev]'
 else
 	@$(BIN)/python -c 'import torch' 2>/dev/null || \
 	  $(PIP) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) '$(TORCH)+cpu' 2>/dev/null || \
