@@ -139,10 +139,11 @@ def inspect_command(
         places = [int(place) for place in anchors.split(",")]
         outcomes = inspection.block_outcomes(config, row, drafter, places, torch.device(device_type))
     if as_json:
-        print(inspection.as_json(row, outcomes))
+        print(inspection.as_json(row, outcomes, config.objective.kind))
     else:
         folder = target_folder(config.target.model, Path(config.cache_dir))
-        inspection.print_row(row, outcomes, load_tokenizer(folder, config.target.trust_remote_code))
+        tokenizer = load_tokenizer(folder, config.target.trust_remote_code)
+        inspection.print_row(row, outcomes, config.objective.kind, tokenizer)
 
 
 def export_command(run: Path, out: Path, form: str) -> list[str]:

@@ -21,11 +21,11 @@ import torch
 from dflash_dist.config import Config
 from dflash_dist.data.chat import ChatRejected, check_vocabulary, render, supervised_runs
 from dflash_dist.data.prepare import prepare
-from dflash_dist.data.sources import Chat, read_source
+from dflash_dist.data.sources import Chat, Rejection, chat_of_row, read_source
 from dflash_dist.data.store import Documents, TokenStore, document_key
 from dflash_dist.drafter.anchors import blocks_at, default_gamma
 from dflash_dist.drafter.config import check_target
-from dflash_dist.drafter.loss import offset_outcomes
+from dflash_dist.drafter.loss import Objective, offset_outcomes
 from dflash_dist.errors import UserError
 from dflash_dist.export.plain import load_drafter
 from dflash_dist.target.capture import TargetForward
@@ -33,6 +33,11 @@ from dflash_dist.target.load import load_ends, load_tokenizer, text_config, torc
 from dflash_dist.target.package import target_folder
 
 _CHUNK_BLOCKS = 32
+_OBJECTIVES = {
+    "tokens": "loss is the cross-entropy, labels are the data's tokens",
+    "argmax": "loss is the cross-entropy, labels are the target's most likely tokens",
+    "kl": "loss is KL(target || drafter), labels are the target's most likely tokens",
+}
 
 
 @dataclass(frozen=True)
@@ -62,9 +67,10 @@ class BlockOutcome:
     """What the drafter says at offsets 1..B-1 of one anchor."""
 
     loss: list[float | None]
-    """Unweighted cross-entropy in nats; None where the offset has no label: past the row or the supervised run."""
+    """Unweighted, in nats, of the config's objective; None where nothing is trained: past row or supervised run."""
     prediction: list[int]
     label: list[int | None]
+    """The data's token, or the target's most likely one where the objective is argmax or kl."""
 
 
 def stored_row(config: Config, number: int) -> TrainingRow:
@@ -86,29 +92,32 @@ def chat_row(config: Config, path: Path, number: int | None) -> TrainingRow:
     tokenizer = load_tokenizer(
         target_folder(config.target.model, Path(config.cache_dir)), config.target.trust_remote_code
     )
+    chat = _read_chat(path)
     try:
-        rows = render(tokenizer, _read_chat(path), config.data.chat_template_kwargs)
+        rows = render(tokenizer, chat.messages, config.data.chat_template_kwargs | chat.template_kwargs)
     except ChatRejected as rejected:
         raise UserError(f"the chat in {path} cannot be trained on: {rejected}") from None
     number = len(rows) - 1 if number is None else number
     if not 0 <= number < len(rows):
         raise UserError(f"--row {number} is not in {path}, whose chat gives the rows 0..{len(rows) - 1}")
     row = rows[number]
-    name = str(path) if row.turn is None else f"{path}/turn{row.turn}"
+    name = chat.id if row.turn is None else f"{chat.id}/turn{row.turn}"
     return TrainingRow(name, number, len(rows), False, row.tokens_T.astype(np.int64), row.supervised_T)
 
 
-def _read_chat(path: Path) -> list[dict[str, Any]]:
+def _read_chat(path: Path) -> Chat:
+    """The chat of a file that holds one row of a source, or the row's messages alone."""
     try:
         tree = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read as JSON: {error}") from None
-    messages = tree.get("messages") if isinstance(tree, dict) else tree
-    if isinstance(messages, list) and all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages):
-        return messages
-    raise UserError(
-        f"{path} holds no chat; it must be a list of objects with `role` and `content`, or {{'messages': it}}"
-    )
+    chat = chat_of_row({"messages": tree} if isinstance(tree, list) else tree, str(path))
+    if isinstance(chat, Rejection):
+        raise UserError(
+            f"{path} holds no chat; it must be a list of messages, or an object with `messages` or `conversations` "
+            f"({chat.reason}{chat.detail and ': '}{chat.detail})"
+        )
+    return chat
 
 
 def _document_id(config: Config, key: int) -> str:
@@ -128,7 +137,7 @@ def _document_id(config: Config, key: int) -> str:
 def block_outcomes(
     config: Config, row: TrainingRow, drafter_folder: Path, anchors: Sequence[int], device: torch.device
 ) -> dict[int, BlockOutcome]:
-    """What the drafter says at each anchor, by the training path: captured states, packed blocks, training loss.
+    """What the drafter says at each anchor, by the training path: captured states, packed blocks, the objective's loss.
 
     UserError if an anchor is none, or the drafter is for another target.
     """
@@ -137,10 +146,14 @@ def block_outcomes(
     drafter = load_drafter(drafter_folder).to(device)
     check_target(drafter.config, text_config(folder, config.target.trust_remote_code), drafter_folder, folder)
     check_vocabulary(int(row.tokens_T.max()), drafter.config.vocab_size, folder)
-    forward = TargetForward(folder, config.target, drafter.config.target_layer_ids, device)
+    objective = Objective.of(config.objective)
+    forward = TargetForward(
+        folder, config.target, drafter.config.target_layer_ids, device, last_state=objective.needs_last_state
+    )
     lengths_N = np.array([len(row.tokens_T)])
     features_TF = torch.empty(len(row.tokens_T), forward.features, dtype=forward.dtype, device=device)
     forward.capture(torch.from_numpy(row.tokens_T), lengths_N, features_TF)
+    taps_TF, last_TH = features_TF.tensor_split([drafter.fc.in_features], dim=1)
 
     documents = Documents(row.tokens_T, row.supervised_T, lengths_N, np.zeros(1, np.uint64))
     block_size = drafter.config.block_size
@@ -159,14 +172,16 @@ def block_outcomes(
         outcomes = offset_outcomes(
             drafter,
             load_ends(folder, config.target, device),
-            features_TF,
+            taps_TF,
             positions_T,
             torch.zeros_like(positions_T),
             blocks.to(device),
             _CHUNK_BLOCKS,
+            objective,
+            last_TH if objective.needs_last_state else None,
         )
-    loss_AM, prediction_AM = outcomes.loss_AM.tolist(), outcomes.prediction_AM.tolist()
-    valid_AM, label_AM = blocks.valid_AB[:, 1:].tolist(), blocks.labels_AB[:, 1:].tolist()
+    loss_AM, prediction_AM, label_AM = (x_AM.tolist() for x_AM in outcomes)
+    valid_AM = blocks.valid_AB[:, 1:].tolist()
     return {
         int(anchor): BlockOutcome(
             loss=[value if valid else None for value, valid in zip(loss_AM[a], valid_AM[a], strict=True)],
@@ -193,8 +208,8 @@ def _ranges(row: TrainingRow) -> str:
     return ", ".join(f"{max(begin, 1)}-{end - 1}" for begin, end in row.runs)
 
 
-def as_json(row: TrainingRow, outcomes: dict[int, BlockOutcome]) -> str:
-    """One object; `loss`, `prediction` and `label` are by anchor, where a drafter was asked."""
+def as_json(row: TrainingRow, outcomes: dict[int, BlockOutcome], objective: str) -> str:
+    """One object; where a drafter was asked, with the objective, and `loss`, `prediction` and `label` by anchor."""
     tree: dict[str, Any] = {
         "id": row.id,
         "row": row.number,
@@ -206,12 +221,13 @@ def as_json(row: TrainingRow, outcomes: dict[int, BlockOutcome]) -> str:
         "supervised": row.supervised_T.tolist(),
     }
     if outcomes:
+        tree["objective"] = objective
         for name in ("loss", "prediction", "label"):
             tree[name] = {str(anchor): getattr(outcome, name) for anchor, outcome in outcomes.items()}
     return json.dumps(tree)
 
 
-def print_row(row: TrainingRow, outcomes: dict[int, BlockOutcome], tokenizer: Any) -> None:
+def print_row(row: TrainingRow, outcomes: dict[int, BlockOutcome], objective: str, tokenizer: Any) -> None:
     """Prints the row on stdout, supervised text in colour, or within [[ ]] where there is none; then the blocks."""
     from rich.console import Console
     from rich.text import Text
@@ -233,6 +249,8 @@ def print_row(row: TrainingRow, outcomes: dict[int, BlockOutcome], tokenizer: An
         Console(highlight=False, soft_wrap=True).print(text)
     else:
         print(text.plain)
+    if outcomes:
+        print(f"\nobjective {objective}: {_OBJECTIVES[objective]}")
     for anchor, outcome in outcomes.items():
         print(f"\nanchor {anchor} {_quoted(tokenizer, int(row.tokens_T[anchor]))}")
         _print_block(outcome, tokenizer)

@@ -10,7 +10,8 @@ Shapes: T tokens of one row.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 # Stands in for an answer to find where a template puts answers; no template text can begin with this character.
 _PROBE = "\ue000"
 _THOUGHT, _THOUGHT_END = "<think>", "</think>"
+# What a template puts before an answer without thought; its beginning may stand in the prompt already.
+_EMPTY_THOUGHT = re.compile(rf"({_THOUGHT})?\n*{_THOUGHT_END}\n{{0,2}}")
 
 
 class ChatRejected(Exception):
@@ -52,6 +55,8 @@ class _Turn:
     text: str
     start: int
     """Characters before the answer."""
+    end_id: int | None = None
+    """The token that ends the turn, where other special tokens may stand before it: those that close tool calls."""
 
 
 @dataclass(frozen=True)
@@ -72,9 +77,10 @@ def render(tokenizer: Any, messages: list[dict[str, Any]], chat_template_kwargs:
     Answers that precede the first user message are history. ChatRejected with a reason if there is nothing to train on.
     """
     answers = _checked_answers(messages)
-    turns = [_render_turn(tokenizer, messages, answer, chat_template_kwargs) for answer in answers]
-    shared = _shared_row(tokenizer, turns)
-    rows = [shared] if shared else [_turn_row(tokenizer, turn, number) for number, turn in enumerate(turns, start=1)]
+    turns = [_checked_turn(tokenizer, messages, answer, chat_template_kwargs) for answer in answers]
+    added = tokenizer.added_tokens_decoder  # a new dictionary at each access
+    shared = _shared_row(tokenizer, added, turns)
+    rows = [shared] if shared else [_turn_row(tokenizer, added, turn, i) for i, turn in enumerate(turns, start=1)]
     rows = [row for row in rows if row.supervised_T.any()]
     if not rows:
         raise ChatRejected("no_supervised_tokens", "the template renders no text for the assistant's turns")
@@ -142,6 +148,18 @@ def _checked_answers(messages: list[dict[str, Any]]) -> list[int]:
     return answers
 
 
+def _checked_turn(tokenizer: Any, messages: list[dict[str, Any]], answer: int, kwargs: dict[str, Any]) -> _Turn:
+    """The turn without an empty thought, which the server has in the prompt; ChatRejected if its thought is lost."""
+    turn = _render_turn(tokenizer, messages, answer, kwargs)
+    thought = messages[answer].get("reasoning_content") or messages[answer].get("reasoning")
+    if isinstance(thought, str) and thought.strip() not in turn.text[turn.start :]:
+        raise ChatRejected("reasoning_not_rendered", f"message {answer + 1}")
+    if messages[answer].get("tool_calls"):
+        turn = replace(turn, end_id=tokenizer.eos_token_id)
+    empty = _EMPTY_THOUGHT.match(turn.text, turn.start)
+    return replace(turn, start=empty.end()) if empty else turn
+
+
 def _render_turn(tokenizer: Any, messages: list[dict[str, Any]], answer: int, kwargs: dict[str, Any]) -> _Turn:
     """Where the answer starts: behind all that the server would have put before it."""
     prompt = _apply(tokenizer, messages[:answer], kwargs, add_generation_prompt=True)
@@ -196,14 +214,14 @@ def _encode_text(tokenizer: Any, text: str) -> _Tokens:
     return _Tokens(np.array(encoded["input_ids"], dtype=np.uint32), begins_T, ends_T)
 
 
-def _shared_row(tokenizer: Any, turns: list[_Turn]) -> Row | None:
+def _shared_row(tokenizer: Any, added: dict[int, Any], turns: list[_Turn]) -> Row | None:
     """The last turn's render with all answers supervised; None if a turn's prompt has other text or tokens than it."""
     whole = turns[-1].text
     if not all(whole.startswith(turn.text) for turn in turns):
         return None
     tokens = _encode_text(tokenizer, whole)
     supervised_T = np.zeros(len(tokens.ids_T), dtype=bool)
-    added_T = np.isin(tokens.ids_T, list(tokenizer.added_tokens_decoder))
+    added_T = np.isin(tokens.ids_T, list(added))
     for turn in turns:
         cut = int(np.searchsorted(tokens.begins_T, turn.start))
         # Text on either side of an added token is read apart: a prompt need be read again from its last one only.
@@ -211,40 +229,44 @@ def _shared_row(tokenizer: Any, turns: list[_Turn]) -> Row | None:
         prompt_end = _encode(tokenizer, whole[tokens.begins_T[last] : turn.start])["input_ids"]
         if tokens.ids_T[last:cut].tolist() != prompt_end:
             return None
-        supervised_T |= _answer_mask(tokenizer, tokens, turn)
+        supervised_T |= _answer_mask(added, tokens, turn)
     return Row(tokens.ids_T, supervised_T, None)
 
 
-def _turn_row(tokenizer: Any, turn: _Turn, number: int) -> Row:
+def _turn_row(tokenizer: Any, added: dict[int, Any], turn: _Turn, number: int) -> Row:
     """The tokens of the prompt alone, then those of the answer."""
     prompt_T = np.array(_encode(tokenizer, turn.text[: turn.start])["input_ids"], dtype=np.uint32)
     tokens = _encode_text(tokenizer, turn.text)
     cut = int(np.searchsorted(tokens.begins_T, turn.start))
     if cut and tokens.ends_T[cut - 1] > turn.start:  # a token lies across the border
         tokens, cut = _encode_text(tokenizer, turn.text[turn.start :]), 0
-        turn = _Turn(turn.text[turn.start :], 0)
-    answer_mask_T = _answer_mask(tokenizer, tokens, turn)[cut:]
+        turn = _Turn(turn.text[turn.start :], 0, turn.end_id)
+    answer_mask_T = _answer_mask(added, tokens, turn)[cut:]
     supervised_T = np.concatenate([np.zeros(len(prompt_T), dtype=bool), answer_mask_T])
     return Row(np.concatenate([prompt_T, tokens.ids_T[cut:]]), supervised_T, number)
 
 
-def _answer_mask(tokenizer: Any, tokens: _Tokens, turn: _Turn) -> np.ndarray:
+def _answer_mask(added: dict[int, Any], tokens: _Tokens, turn: _Turn) -> np.ndarray:
     """bool [T]: the tokens of the turn's answer that the target generates: without what follows its end of turn.
 
-    `tokens`: of a text that begins with the turn's.
+    The turn ends at the first of the special tokens that close its text, or the first that is `turn.end_id` where that
+    is given. It need not be the tokenizer's eos: the end of the text may follow it. A special token before other text
+    is part of what is said. `added`: the tokenizer's added tokens by id. `tokens`: of a text that begins with the turn's.
     """
     inside = np.flatnonzero(
         (tokens.begins_T >= turn.start) & (tokens.ends_T <= len(turn.text)) & (tokens.ends_T > tokens.begins_T)
     )
-    ids, ends = tokens.ids_T[inside], tokens.ends_T[inside]
-    end_of_turn = np.flatnonzero(ids == tokenizer.eos_token_id)
-    if not end_of_turn.size:
-        # The end of a turn is another token than the end of a text: the special token that only blanks follow.
-        special_ids = [i for i, token in tokenizer.added_tokens_decoder.items() if token.special]
-        special = np.flatnonzero(np.isin(ids, special_ids))
-        end_of_turn = np.array([i for i in special if not turn.text[ends[i] :].strip()])
+    generated = inside
+    for count in range(len(inside), 0, -1):
+        last = inside[count - 1]
+        token = added.get(int(tokens.ids_T[last]))
+        if token and token.special:
+            if turn.end_id in (None, tokens.ids_T[last]):
+                generated = inside[:count]
+        elif turn.text[tokens.begins_T[last] : tokens.ends_T[last]].strip():
+            break
     mask_T = np.zeros(len(tokens.ids_T), dtype=bool)
-    mask_T[inside[: int(end_of_turn[-1]) + 1 if end_of_turn.size else None]] = True
+    mask_T[generated] = True
     return mask_T
 
 

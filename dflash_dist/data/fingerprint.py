@@ -14,7 +14,7 @@ from dflash_dist.data.store import FORMAT_VERSION
 from dflash_dist.errors import UserError
 
 # Raised when the same input would give another store, so that stores of older code are not taken for current.
-_RENDER_VERSION = 2
+_RENDER_VERSION = 3
 _TOKENIZER_FILES = (
     *("token*", "tekken*", "vocab*", "merges*", "special_tokens*", "added_tokens*", "*.model", "*.tiktoken", "*.py"),
     *("chat_template*", "additional_chat_templates/*"),

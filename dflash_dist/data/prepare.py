@@ -72,6 +72,8 @@ class _Outcome:
     id: str = ""
     documents: list[Row] = field(default_factory=list)
     prompt: list[dict[str, Any]] = field(default_factory=list)
+    prompt_is_whole: bool = True
+    """False: the template reads more than the prompt's messages, and the evaluation would not."""
     rejections: list[Rejection] = field(default_factory=list)
     truncated: int = 0
     dropped: int = 0
@@ -176,7 +178,7 @@ def _fill(
             tally.add(outcome)
             if outcome.documents:
                 rows = [(_suffix(row), row.tokens_T, row.supervised_T) for row in outcome.documents]
-                writer.add(outcome.id, rows, outcome.prompt)
+                writer.add(outcome.id, rows, outcome.prompt, may_be_held_out=outcome.prompt_is_whole)
             advance(tally.chats)
         if not writer.documents:
             raise _nothing_left(tally, config)
@@ -215,7 +217,7 @@ class _Renderer:
         return [_Outcome(rejections=[c]) if isinstance(c, Rejection) else self._outcome(c) for c in chunk]
 
     def _outcome(self, chat: Chat) -> _Outcome:
-        outcome = _Outcome(chat.id)
+        outcome = _Outcome(chat.id, prompt_is_whole=not chat.template_kwargs)
         try:
             rows = render(self._tokenizer, chat.messages, self._rules.chat_template_kwargs | chat.template_kwargs)
         except ChatRejected as rejected:

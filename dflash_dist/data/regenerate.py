@@ -69,6 +69,8 @@ class Rewriting:
     ended: str = ""
     """Why the chat ends before its last question, if it does."""
     detail: str = ""
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """What else the row holds for the template: `tools`."""
 
     @property
     def prompt(self) -> list[Message]:
@@ -115,7 +117,7 @@ class RegenerateReport:
 
 
 def regenerate(config: Config, out: Path, settings: dict[str, Any], make_writer: Callable[[], Writer]) -> None:
-    """Writes `out`, JSONL rows of `id` and `messages`, from the config's sources; goes on where it was stopped.
+    """Writes `out`, JSONL rows of `id`, `messages` and any `tools`, from the config's sources; a stopped one goes on.
 
     `settings`: who writes and how; a resume with others is refused. UserError if it is, if `out` exists and was made
     otherwise, another process is writing it, or no row is left.
@@ -238,7 +240,7 @@ def _rewriting(row: Chat | Rejection) -> Rewriting:
     """The row with its questions cut apart at its answers; every question is answered, the last one too."""
     if isinstance(row, Rejection):
         return Rewriting(row.location, ended=row.reason, detail=row.detail)
-    chat = Rewriting(row.id)
+    chat = Rewriting(row.id, template_kwargs=row.template_kwargs)
     question: list[Message] = []
     asked = False
     for message in row.messages:
@@ -313,7 +315,7 @@ def _finish(out: Path, journal: IO[bytes]) -> None:
                 (ended_early if chat.messages else rejected)[chat.ended] += 1
                 firsts.setdefault(chat.ended, chat.id + (f" ({chat.detail})" if chat.detail else ""))
             if chat.messages:
-                file.write(json.dumps({"id": chat.id, "messages": chat.messages}) + "\n")
+                file.write(json.dumps({"id": chat.id, "messages": chat.messages} | chat.template_kwargs) + "\n")
                 kept += 1
                 answers += chat.answers
     rows = kept + rejected.total()

@@ -62,10 +62,9 @@ class ServerWriter:
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "max_tokens": sampling.max_new_tokens,
+            # Not OpenAI's own, but SGLang's and vLLM's, whose -1 is no limit; left out, the model's default would hold.
+            "top_k": sampling.top_k or -1,
         }
-        # Not OpenAI's own, but SGLang's and vLLM's: sent only where they say something.
-        if sampling.top_k:
-            self._options["top_k"] = sampling.top_k
         if chat_template_kwargs:
             self._options["chat_template_kwargs"] = chat_template_kwargs
         self._key = os.environ.get(KEY_VARIABLE, "")
@@ -92,7 +91,8 @@ class ServerWriter:
     def _ask(self, chat: Rewriting) -> dict[str, Any]:
         """The server's choice for the chat's next answer; RunFailed if no attempt gets one."""
         seed = self._sampling.key(chat.id, chat.answers)
-        body = json.dumps(self._options | {"messages": chat.prompt, "seed": seed}).encode()
+        request = self._options | chat.template_kwargs | {"messages": chat.prompt, "seed": seed}
+        body = json.dumps(request).encode()
         for attempt in range(_ATTEMPTS):
             if attempt:
                 time.sleep(FIRST_WAIT_S * 2 ** (attempt - 1))
@@ -168,6 +168,7 @@ def ordered_map(function: Callable[[In], Out], items: Iterable[In], workers: int
                 future.set_result(function(item))
             except BaseException as error:
                 future.set_exception(error)
+                return  # the error ends the run: no task after it is begun here
 
     for _ in range(workers):
         threading.Thread(target=work, daemon=True).start()

@@ -64,7 +64,7 @@ class TargetWriter:
         asked: list[tuple[Rewriting, list[int]]] = []
         for chat in chats:
             try:
-                ids = prompt_ids(self._tokenizer, chat.prompt, self._kwargs)
+                ids = prompt_ids(self._tokenizer, chat.prompt, self._kwargs | chat.template_kwargs)
             except ChatRejected as rejected:
                 chat.end(rejected.reason, rejected.detail)
                 continue
@@ -90,7 +90,11 @@ class TargetWriter:
 
     @torch.inference_mode()
     def _generate(self, batch: Sequence[tuple[Rewriting, list[int]]]) -> list[list[int]]:
-        """The new tokens of each prompt, through its end of turn; what follows that is meaningless."""
+        """The new tokens of each prompt, as many as the context has room for; after its end of turn meaningless ones.
+
+        A row is generated as far as the shortest prompt allows and cut to its own room: it must not depend on the
+        rows beside it.
+        """
         from transformers import LogitsProcessorList
 
         width = max(len(ids) for _, ids in batch)
@@ -99,17 +103,18 @@ class TargetWriter:
         for row, (_, ids) in enumerate(batch):
             ids_RL[row, width - len(ids) :] = torch.tensor(ids)
             real_RL[row, width - len(ids) :] = 1
+        rooms = [min(self._sampling.max_new_tokens, self._context - len(ids)) for _, ids in batch]
         keys = [self._sampling.key(chat.id, chat.answers) for chat, _ in batch]
         device = self._target.device
         processors = [] if self._sampling.temperature == 0 else _sampling_processors(self._sampling, keys, device)
         output_RL = self._target.generate(
             ids_RL.to(device),
             attention_mask=real_RL.to(device),
-            max_new_tokens=min(self._sampling.max_new_tokens, self._context - width),
+            max_new_tokens=max(rooms),
             logits_processor=LogitsProcessorList(processors),
         )
         new_RN: list[list[int]] = output_RL[:, width:].tolist()
-        return new_RN
+        return [new[:room] for new, room in zip(new_RN, rooms, strict=True)]
 
     def _forget_generation_defaults(self) -> None:
         """Only what is asked for shapes the answers; a model's own defaults would (a repetition penalty, say)."""

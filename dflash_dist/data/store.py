@@ -141,6 +141,7 @@ class StoreWriter:
         self._offsets, self._supervised_counts = [0], list[int]()
         self._keys, self._opening_keys = list[int](), list[int]()
         self._chats_by_opening = Counter[int]()
+        self._trained_openings = set[int]()
         self._prompt_places: dict[int, int] = {}  # of each opening, in bytes
         self._prompts = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (finish and __exit__ close them)
         self._tokens = open(folder / "tokens.bin", "wb")  # noqa: SIM115
@@ -161,12 +162,17 @@ class StoreWriter:
         return len(self._keys)
 
     def add(
-        self, chat_id: str, rows: Iterable[tuple[str, np.ndarray, np.ndarray]], prompt: list[dict[str, Any]]
+        self,
+        chat_id: str,
+        rows: Iterable[tuple[str, np.ndarray, np.ndarray]],
+        prompt: list[dict[str, Any]],
+        *,
+        may_be_held_out: bool = True,
     ) -> None:
         """Append the documents of one chat: rows of (suffix of the id, token ids [T], loss mask [T]).
 
         `prompt`: the messages before its first answer; all chats that open with them go to the same side of the
-        held-out split. A repeated id gets `#2`, `#3`, ...
+        held-out split: the training one unless all of them `may_be_held_out`. A repeated id gets `#2`, `#3`, ...
         """
         chat_id = self._unused_id(chat_id)
         opening = opening_key(prompt)
@@ -182,6 +188,8 @@ class StoreWriter:
             self._prompt_places[opening] = self._prompts.tell()
             self._prompts.write(json.dumps(prompt).encode() + b"\n")
         self._chats_by_opening[opening] += 1
+        if not may_be_held_out:
+            self._trained_openings.add(opening)
 
     def finish(self, fingerprint: str, report: dict[str, Any]) -> dict[str, Any]:
         """Write the tables and, last, `meta.json`, with `report` in it; returns the content of `meta.json`."""
@@ -227,18 +235,19 @@ class StoreWriter:
     def _held_out_openings(self) -> set[int]:
         """Keys of the openings held out: in the order of the keys, as many as fit into the share of chats.
 
-        One at least where there are two, but never all. One of very many chats ("Hello!") does not fit.
+        One at least of two of which one may be, but never all. One of very many chats ("Hello!") does not fit.
         """
         chats = self._chats_by_opening
-        if self._share == 0 or len(chats) < 2:
+        openings = sorted(chats.keys() - self._trained_openings)
+        if self._share == 0 or len(chats) < 2 or not openings:
             return set()
         room = max(1.0, self._share * chats.total())
         held_out = set()
-        for key in sorted(chats):
+        for key in openings:
             if chats[key] <= room:
                 held_out.add(key)
                 room -= chats[key]
-        return held_out or {min(chats, key=lambda key: (chats[key], key))}
+        return held_out or {min(openings, key=lambda key: (chats[key], key))}
 
 
 def write_once(destination: Path, is_whole: Callable[[Path], bool], write: Callable[[Path], None]) -> bool:

@@ -160,11 +160,11 @@ def default_layer_ids(num_layers: int, count: int) -> tuple[int, ...]:
     return tuple(round(1 + i * (num_layers - 4) / (count - 1)) for i in range(count))
 
 
-def resolve(settings: DrafterSettings, target_config: Any, tokenizer_length: int) -> DrafterConfig:
+def resolve(settings: DrafterSettings, target_config: Any, tokenizer_end: int) -> DrafterConfig:
     """The drafter for a target, with what the settings leave open taken from the target or the published rule.
 
-    `target_config`: the transformers configuration of the target's language model. `tokenizer_length`: ids that the
-    tokenizer can give. UserError where the result is not a drafter for this target.
+    `target_config`: the transformers configuration of the target's language model. `tokenizer_end`: one past the
+    largest id that the tokenizer can give. UserError where the result is not a drafter for this target.
     """
     heads, key_value_heads, head_dim = _geometry(settings, target_config)
     target_layers = target_config.num_hidden_layers
@@ -185,7 +185,7 @@ def resolve(settings: DrafterSettings, target_config: Any, tokenizer_length: int
         block_size=settings.block_size,
         target_layer_ids=_layer_ids(settings, target_layers),
         num_target_layers=target_layers,
-        mask_token_id=_mask_token_id(settings, target_config.vocab_size, tokenizer_length),
+        mask_token_id=_mask_token_id(settings, target_config.vocab_size, tokenizer_end),
         layer_types=layer_types,
         sliding_window=settings.sliding_window if SLIDING in layer_types else None,
         is_causal=settings.is_causal,
@@ -274,15 +274,15 @@ def _layer_ids(settings: DrafterSettings, target_layers: int) -> tuple[int, ...]
     return ids
 
 
-def _mask_token_id(settings: DrafterSettings, vocab_size: int, tokenizer_length: int) -> int:
+def _mask_token_id(settings: DrafterSettings, vocab_size: int, tokenizer_end: int) -> int:
     if settings.mask_token_id is not None:
         return settings.mask_token_id
-    if tokenizer_length >= vocab_size:
+    if tokenizer_end >= vocab_size:
         raise UserError(
-            f"the target's embedding table has {vocab_size} rows and its tokenizer {tokenizer_length} ids, so no row "
-            f"is free for the mask token; set drafter.mask_token_id to an id below {vocab_size} that no text uses"
+            f"the target's embedding table has {vocab_size} rows and its tokenizer has ids up to {tokenizer_end - 1}: "
+            "no row is free for the mask token; set drafter.mask_token_id to an id of the table that no text uses"
         )
-    return tokenizer_length
+    return tokenizer_end
 
 
 def _check_shape(config: DrafterConfig) -> None:

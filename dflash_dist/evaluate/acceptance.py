@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dflash_dist.config import EvaluateConfig
-from dflash_dist.data.chat import ChatRejected, prompt_ids
+from dflash_dist.data.chat import ChatRejected, check_vocabulary, prompt_ids
 from dflash_dist.drafter.model import DFlashDrafter
 from dflash_dist.errors import UserError
 from dflash_dist.evaluate.sampling import choice_of
@@ -33,13 +33,14 @@ def evaluate(
 
     `prompts`: lists of chat messages, without the answer. `target`: the full model, on its device. The drafter decodes
     in the target's dtype, as it is served. `on_progress(done, prompts)` is called after each prompt. UserError where
-    there is no prompt or one does not fit the target's context.
+    there is no prompt, or one fits neither the target's context nor its vocabulary.
     """
     if not prompts:
         raise UserError("there is no prompt to evaluate on; give a file with at least one row of messages")
     drafter = copy.deepcopy(drafter).to(device=target.device, dtype=target.dtype).eval()
-    stops = stop_ids(target)
+    stops = stop_ids(target, tokenizer)
     rendered = [rendered_prompt(tokenizer, messages, chat_template_kwargs or {}) for messages in prompts]
+    check_vocabulary(max(map(max, rendered)), drafter.config.vocab_size, target.name_or_path)
     for number, ids in enumerate(rendered, start=1):
         context_left(target, len(ids), f"prompt {number} of {len(rendered)}")
     # Kernels are chosen and compiled on first use: not part of the measurement.
@@ -93,9 +94,11 @@ def summarise(
     }
 
 
-def stop_ids(target: Any) -> frozenset[int]:
-    """The tokens that end the target's answers, by its generation config."""
+def stop_ids(target: Any, tokenizer: Any = None) -> frozenset[int]:
+    """The tokens that end the target's answers, by its generation config; where it names none, by the tokenizer."""
     eos = target.generation_config.eos_token_id
+    if eos is None:
+        eos = getattr(tokenizer, "eos_token_id", None)
     if eos is None:
         return frozenset()
     return frozenset([eos] if isinstance(eos, int) else eos)

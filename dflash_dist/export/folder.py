@@ -101,7 +101,7 @@ def check_table(tensors: dict[str, Tensor], config: DrafterConfig, where: Path) 
 
 
 def check_trained(tensors: dict[str, Tensor]) -> None:
-    """UserError where a value is not finite, in bf16 too, or no norm weight has moved from 1."""
+    """UserError where a value is not finite, in bf16 too, or no norm weight of the masters has moved from 1."""
     for name, tensor in tensors.items():
         if not torch.isfinite(tensor.to(torch.bfloat16)).all():
             raise UserError(f"the drafter's {name} has values that are not finite; export an earlier checkpoint")

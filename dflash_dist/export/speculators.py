@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,10 @@ def export_speculators(
     """Writes the drafter to `folder`, which must not exist; see `write_folder` for what else is refused.
 
     `verifier`: the target's hub name or folder, and `verifier_architectures` the architectures in its config.json.
-    UserError where the format cannot say how the layers attend.
+    UserError where the format cannot say how the layers attend, or what the target does to its embeddings and logits.
     """
     tree = to_speculators(drafter.config, verifier, verifier_architectures)
-    assert to_speculators(DrafterConfig.from_json(to_plain(tree)), verifier, verifier_architectures) == tree
+    _check_read_back(drafter.config, DrafterConfig.from_json(to_plain(tree)))
     write_folder(drafter, tree, folder)
 
 
@@ -34,8 +35,9 @@ def is_speculators(tree: dict[str, Any]) -> bool:
 
 
 def to_speculators(config: DrafterConfig, verifier: str, verifier_architectures: list[str]) -> dict[str, Any]:
-    """The config.json of the format; UserError where it cannot say how the layers attend."""
+    """The config.json of the format; UserError where it cannot say what `export_speculators` names."""
     causal = _causality(config)
+    _check_ends(config)
     plain = config.to_json()
     return {
         "architectures": plain["architectures"],
@@ -88,6 +90,26 @@ def to_plain(tree: dict[str, Any]) -> dict[str, Any]:
         "target_layer_ids": taps and [number - 1 for number in taps],
     }
     return plain
+
+
+def _check_read_back(config: DrafterConfig, read: DrafterConfig) -> None:
+    """Asserts that config.json gives the drafter's config; of causality and window, what they come to in each layer."""
+    layers = range(config.num_hidden_layers)
+    for rule in (DrafterConfig.causal, DrafterConfig.window):
+        assert [rule(read, layer) for layer in layers] == [rule(config, layer) for layer in layers], rule.__name__
+    read = dataclasses.replace(read, is_causal=config.is_causal, sliding_window=config.sliding_window)
+    assert read == config, "config.json does not give the drafter's config"
+
+
+def _check_ends(config: DrafterConfig) -> None:
+    """UserError where embeddings are scaled or logits soft-capped (Gemma), for which the format has no keys."""
+    done = {
+        "scales its embeddings": config.input_embedding_scale != 1.0,
+        "soft-caps its logits": config.final_logit_softcapping is not None,
+    }
+    if any(done.values()):
+        what = " and ".join(text for text, holds in done.items() if holds)
+        raise UserError(f"the drafter's target {what}, which the speculators format cannot say; use --format plain")
 
 
 def _causality(config: DrafterConfig) -> bool:

@@ -50,12 +50,32 @@ def full_config(folder: Path | str, trust_remote_code: bool = False) -> Any:
 
 def text_config(folder: Path | str, trust_remote_code: bool = False) -> Any:
     """The configuration of the target's language model; UserError if it is none that a drafter can be made for."""
-    config = full_config(folder, trust_remote_code).get_text_config()
+    config = _supported_config(folder, trust_remote_code).get_text_config()
     asked = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "max_position_embeddings")
     missing = [key for key in asked if getattr(config, key, None) is None]
     if missing:
         lacks = f"a {type(config).__name__} without {', '.join(missing)}"
         raise UserError(f"target {folder} is {lacks}: not a language model that a drafter can be made for")
+    return config
+
+
+def _supported_config(folder: Path | str, trust_remote_code: bool) -> Any:
+    """`full_config`; UserError where a layer takes more than the state of the one before it (Gemma 3n, some Gemma 4).
+
+    Such a target can neither be cut behind a layer nor be given its embeddings from one table.
+    """
+    config = full_config(folder, trust_remote_code)
+    text = config.get_text_config()
+    layered = {
+        "num_kv_shared_layers": "layers that share keys and values",
+        "hidden_size_per_layer_input": "embeddings for each layer",
+    }
+    for key, what in layered.items():
+        if getattr(text, key, None):
+            raise UserError(
+                f"target {folder} is a {text.model_type} with {what} ({key}={getattr(text, key)}), which is not "
+                "supported; take a target without them"
+            )
     return config
 
 
@@ -83,7 +103,7 @@ def torch_dtype(name: str, device: torch.device) -> torch.dtype:
 
 def load_taps(folder: Path | str, settings: TargetConfig, layers: int | None, device: torch.device) -> Any:
     """The frozen decoder with its first `layers` layers alone, or all of them (None): no later layer, no head."""
-    config = full_config(folder, settings.trust_remote_code)
+    config = _supported_config(folder, settings.trust_remote_code)
     if layers is not None:
         config = truncated_config(config, layers)
     decoder = _load(folder, settings, config, device).get_decoder()
@@ -96,7 +116,7 @@ def load_taps(folder: Path | str, settings: TargetConfig, layers: int | None, de
 
 def load_ends(folder: Path | str, settings: TargetConfig, device: torch.device) -> TargetEnds:
     """The embedding and the head. Read through a model of one layer: ties and key prefixes are transformers' care."""
-    config = truncated_config(full_config(folder, settings.trust_remote_code), 1)
+    config = truncated_config(_supported_config(folder, settings.trust_remote_code), 1)
     return ends_of(_load(folder, settings, config, device), folder)
 
 

@@ -53,7 +53,7 @@ def resolve_inputs(config: Config, topology: Topology) -> Inputs:
 def resolve_drafter(config: Config, folder: Path | str) -> tuple[Any, DrafterConfig]:
     """The configurations of the target in `folder` and of the run's drafter; UserError where they do not fit."""
     target_config = text_config(folder, config.target.trust_remote_code)
-    drafter = resolve(config.drafter, target_config, _tokenizer_length(config, folder))
+    drafter = resolve(config.drafter, target_config, _tokenizer_end(config, folder))
     if config.train.init_from is not None:
         _check_init(Path(config.train.init_from), drafter)
     return target_config, drafter
@@ -72,8 +72,9 @@ def _check_init(folder: Path, drafter: DrafterConfig) -> None:
         )
 
 
-def _tokenizer_length(config: Config, folder: Path | str) -> int:
-    """Ids of the tokenizer; read only where the mask token is to be found from it."""
+def _tokenizer_end(config: Config, folder: Path | str) -> int:
+    """One past the tokenizer's largest id; read only where the mask token is to be found from it."""
     if config.drafter.mask_token_id is not None:
         return 0
-    return len(load_tokenizer(folder, config.target.trust_remote_code))
+    # Not its length: ids may have gaps.
+    return int(max(load_tokenizer(folder, config.target.trust_remote_code).get_vocab().values())) + 1

@@ -24,6 +24,25 @@ def test_stop_ids_are_those_of_the_generation_config():
         assert stop_ids(target) == expected
 
 
+def test_the_tokenizer_says_what_ends_an_answer_where_the_generation_config_does_not(tmp_path):
+    make_tokenizer(tmp_path)
+    tokenizer, target = AutoTokenizer.from_pretrained(tmp_path), random_target(llama_config())
+    assert stop_ids(target, tokenizer) == {258}
+    target.generation_config.eos_token_id = 7
+    assert stop_ids(target, tokenizer) == {7}
+    tokenizer.eos_token = target.generation_config.eos_token_id = None
+    assert stop_ids(target, tokenizer) == set()
+
+
+def test_a_prompt_past_the_embedding_table_is_refused(tmp_path):
+    make_tokenizer(tmp_path)
+    tokenizer, target = AutoTokenizer.from_pretrained(tmp_path), random_target(llama_config())
+    drafter = random_drafter(drafter_config(target.config))
+    prompts = [[{"role": "user", "content": "tea"}]]
+    with pytest.raises(UserError, match=r"gives token id 258 .* embedding table has 100 rows"):
+        evaluate(prompts, tokenizer, target, drafter, ends_of(target), EvaluateConfig())
+
+
 def test_the_summary_counts_by_hand():
     greedy = [Generation([1, 2, 3, 4, 5, 6], 6.0), Generation([1, 2, 3], 2.0), Generation([9], 0.0)]
     drafted = [Generation([1, 2, 3, 4, 5, 6], 1.0, [3, 2]), Generation([1, 2, 4], 1.0, [1, 1]), Generation([9], 0.0)]

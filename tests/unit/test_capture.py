@@ -4,6 +4,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
@@ -11,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from dflash_dist.config import TargetConfig
 from dflash_dist.errors import UserError
 from dflash_dist.target.capture import TargetForward
-from dflash_dist.target.load import load_ends, load_full, load_tokenizer
+from dflash_dist.target.load import load_ends, load_full, load_tokenizer, text_config
 from dflash_dist.target.packing import row_groups, token_offsets
 from tests.tiny import HIDDEN, TAPS, VOCAB, make_target
 
@@ -76,6 +77,27 @@ def test_a_target_with_multipliers_of_its_own_is_refused(tmp_path: Path) -> None
     folder = make_target("granite", tmp_path)
     with pytest.raises(UserError, match=r"a GraniteForCausalLM does more in its embedding than the table"):
         load_ends(folder, TargetConfig(model=str(folder), dtype="float32"), CPU)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "named"),
+    [
+        ("Gemma3nTextConfig", {"num_kv_shared_layers": 2}, "layers that share keys and values .num_kv_shared_layers=2"),
+        ("Gemma4TextConfig", {"num_kv_shared_layers": 0}, "embeddings for each layer .hidden_size_per_layer_input="),
+    ],
+)
+def test_layers_that_take_more_than_the_state_before_them_are_refused(
+    kind: str, changes: dict[str, int], named: str, tmp_path: Path
+) -> None:
+    getattr(transformers, kind)(num_hidden_layers=4, **changes).save_pretrained(tmp_path)
+    settings = TargetConfig(model=str(tmp_path))
+    for read in (
+        lambda: text_config(tmp_path),
+        lambda: load_ends(tmp_path, settings, CPU),
+        lambda: TargetForward(tmp_path, settings, (0, 1), CPU),
+    ):
+        with pytest.raises(UserError, match=f"{named}.*not supported; take a target without them"):
+            read()
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "hybrid"])

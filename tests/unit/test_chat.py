@@ -278,6 +278,42 @@ def test_end_of_turn_that_is_not_the_eos_leaves_the_newline_unsupervised(smollm2
     assert answers(tokenizer, row) == ["Four.<|im_end|>", CHAT[3]["content"] + "<|im_end|>"]
 
 
+# Closes each turn, and behind the newest answer the text too.
+PHI3_LIKE = """
+{%- for m in messages %}{{ '<|' + m.role + '|>\\n' + m.content + '<|end|>\\n' }}{% endfor -%}
+{%- if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% else %}{{ eos_token }}{% endif -%}
+"""
+
+
+@pytest.mark.parametrize("answer", ["Four.", "Texts end with <|endoftext|> you see."])
+def test_nothing_behind_the_end_of_turn_is_supervised(smollm2_tokenizer: Any, answer: str) -> None:
+    special = ("<|user|>", "<|assistant|>", "<|end|>")
+    tokenizer = with_template(smollm2_tokenizer, PHI3_LIKE, special, eos="<|endoftext|>")
+    (row,) = render(tokenizer, [CHAT[0], {"role": "assistant", "content": answer}], {})
+    assert text_of(tokenizer, row).endswith("<|end|>\n<|endoftext|>")
+    assert answers(tokenizer, row) == [answer + "<|end|>"]
+
+
+@pytest.mark.parametrize("template", [QWEN3_LIKE, QWEN35_LIKE])
+def test_an_empty_thought_before_an_answer_is_unsupervised(smollm2_tokenizer: Any, template: str) -> None:
+    tokenizer = with_template(smollm2_tokenizer, template)
+    (row,) = render(tokenizer, CHAT[:2], {})
+    assert "assistant\n<think>\n\n</think>\n\nFour." in text_of(tokenizer, row)
+    assert answers(tokenizer, row) == ["Four.<|im_end|>"]
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning"])
+def test_reasoning_that_the_template_leaves_out_is_not_trained_on(smollm2_tokenizer: Any, key: str) -> None:
+    messages = [CHAT[0], {"role": "assistant", "content": "Four.", key: "\nTwice two.\n"}]
+    assert reason(smollm2_tokenizer, messages) == "reasoning_not_rendered"
+    shows = smollm2_tokenizer.chat_template.replace(
+        "message['content']", f"((message.{key} | trim + ' So: ' if message.{key} else '') + message['content'])"
+    )
+    tokenizer = with_template(smollm2_tokenizer, shows)
+    (row,) = render(tokenizer, messages, {})
+    assert answers(tokenizer, row) == ["Twice two. So: Four.<|im_end|>"]
+
+
 def test_a_template_that_ends_only_the_last_answer_gives_a_row_for_each(smollm2_tokenizer: Any) -> None:
     tokenizer = with_template(smollm2_tokenizer, MISTRAL_LIKE)
     rows = render(tokenizer, CHAT, {})
@@ -349,3 +385,15 @@ def test_tool_calls_that_the_template_leaves_out_are_not_trained_on(smollm2_toke
     shows += "<|im_end|>{% endfor -%}{% if add_generation_prompt %}assistant: {% endif -%}"
     (row,) = render(with_template(smollm2_tokenizer, shows), messages, {})
     assert "look" in answers(smollm2_tokenizer, row)[0]
+
+
+def test_special_tokens_that_close_a_tool_call_do_not_end_the_turn(smollm2_tokenizer: Any) -> None:
+    """As Kimi's and DeepSeek's templates write calls."""
+    template = "{%- for m in messages %}{{ m.role + ': ' + (m.content or '') }}"
+    template += "{% if m.tool_calls %}{{ m.tool_calls | tojson + '<|call_end|>' }}{% endif %}{{ '<|im_end|>\\n' }}"
+    template += "{% endfor -%}{% if add_generation_prompt %}assistant: {% endif -%}"
+    tokenizer = with_template(smollm2_tokenizer, template, special=("<|call_end|>",), eos="<|im_end|>")
+    call = {"type": "function", "function": {"name": "look", "arguments": {}}}
+    (row,) = render(tokenizer, [CHAT[0], {"role": "assistant", "content": "", "tool_calls": [call]}], {})
+    (answer,) = answers(tokenizer, row)
+    assert answer.endswith("<|call_end|><|im_end|>")

@@ -1,14 +1,18 @@
 import contextlib
 import dataclasses
+import json
 
 import pytest
 from transformers import LlamaConfig, Qwen3Config
 
-from dflash_dist.config import DrafterSettings
+from dflash_dist.config import DrafterSettings, load_config
 from dflash_dist.drafter.config import DrafterConfig, default_layer_ids, resolve
 from dflash_dist.errors import UserError
 from dflash_dist.export.speculators import to_plain, to_speculators
+from dflash_dist.target.load import load_tokenizer
+from dflash_dist.train.inputs import resolve_drafter
 from tests.random_models import hybrid_config
+from tests.tiny import make_config, make_target
 
 LLAMA = dict(
     vocab_size=100,
@@ -28,8 +32,8 @@ def settings(**changes) -> DrafterSettings:
     return dataclasses.replace(DrafterSettings(num_layers=2, block_size=4), **changes)
 
 
-def resolved(changes: dict | None = None, target: dict | None = None, tokenizer_length: int = 90) -> DrafterConfig:
-    return resolve(settings(**(changes or {})), LlamaConfig(**{**LLAMA, **(target or {})}), tokenizer_length)
+def resolved(changes: dict | None = None, target: dict | None = None, tokenizer_end: int = 90) -> DrafterConfig:
+    return resolve(settings(**(changes or {})), LlamaConfig(**{**LLAMA, **(target or {})}), tokenizer_end)
 
 
 @pytest.mark.parametrize(
@@ -129,9 +133,21 @@ def test_what_is_no_drafter_is_refused_in_one_line(changes, part):
 
 
 def test_a_full_embedding_table_asks_for_the_mask_token():
-    with pytest.raises(UserError, match=r"100 rows and its tokenizer 100 ids.*drafter\.mask_token_id"):
-        resolved(tokenizer_length=100)
-    assert resolved(dict(mask_token_id=3), tokenizer_length=100).mask_token_id == 3
+    with pytest.raises(UserError, match=r"100 rows and its tokenizer has ids up to 99.*drafter\.mask_token_id"):
+        resolved(tokenizer_end=100)
+    assert resolved(dict(mask_token_id=3), tokenizer_end=100).mask_token_id == 3
+
+
+def test_the_mask_token_lies_past_a_gap_in_the_tokenizers_ids(tmp_path):
+    target = make_target("llama", tmp_path / "target")
+    file = target / "tokenizer.json"
+    tree = json.loads(file.read_text())
+    vocab = tree["model"]["vocab"]
+    vocab[max(vocab, key=vocab.get)] = 280
+    file.write_text(json.dumps(tree))
+    assert len(load_tokenizer(target)) == 259
+    path = make_config(tmp_path, target, tmp_path / "chats.jsonl", drafter={"mask_token_id": None})
+    assert resolve_drafter(load_config(path), target)[1].mask_token_id == 281
 
 
 def test_json_round_trip_and_both_generations_of_readers():

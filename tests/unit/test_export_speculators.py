@@ -11,8 +11,9 @@ from dflash_dist.config import load_config
 from dflash_dist.drafter.config import resolve
 from dflash_dist.drafter.model import DFlashDrafter
 from dflash_dist.errors import UserError
+from dflash_dist.export import speculators
 from dflash_dist.export.plain import export_plain, load_drafter, serve_commands
-from dflash_dist.export.speculators import export_speculators
+from dflash_dist.export.speculators import export_speculators, to_plain
 from dflash_dist.train.checkpoint import save_checkpoint
 from tests import tiny
 from tests.random_models import drafter_config, llama_config, random_drafter
@@ -97,6 +98,23 @@ def test_causal_layers_beside_full_ones_are_refused(changes, tmp_path):
     with pytest.raises(UserError, match=r"causal.*--format plain"):
         export(tmp_path / "drafter", **changes)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "done"),
+    [("gemma2", "scales its embeddings and soft-caps its logits"), ("gemma3", "scales its embeddings")],
+)
+def test_what_gemma_does_to_its_ends_is_refused(kind, done, tmp_path):
+    drafter = random_drafter(drafter_config(tiny.target_config(kind)))
+    with pytest.raises(UserError, match=f"target {done}, which .*--format plain"):
+        export_speculators(drafter, tmp_path / "drafter", "org/target", ["GemmaForCausalLM"])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_config_that_reads_back_as_another_is_not_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(speculators, "to_plain", lambda tree: to_plain(tree | {"mask_token_id": 1}))
+    with pytest.raises(AssertionError, match="does not give the drafter's config"):
+        export(tmp_path / "drafter")
 
 
 def test_an_untrained_drafter_or_an_existing_folder_is_refused(tmp_path):

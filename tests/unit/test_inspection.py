@@ -107,11 +107,11 @@ def test_a_terminal_gets_colour_unless_it_wants_none(
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.delenv("NO_COLOR", raising=False)
-    print_row(row, {}, tokenizer)
+    print_row(row, {}, "tokens", tokenizer)
     said = tokenizer.decode([67, 68])
     assert re.search(rf"\x1b\[1;32m{re.escape(said)}\x1b\[0m", capsys.readouterr().out)
     monkeypatch.setenv("NO_COLOR", "1")
-    print_row(row, {}, tokenizer)
+    print_row(row, {}, "tokens", tokenizer)
     assert f"[[{said}]]" in capsys.readouterr().out
 
 
@@ -142,6 +142,35 @@ def test_losses_are_those_of_cached_inference(
     assert shown["loss"][str(end - 1)] == [None] * (size - 1), "nothing is supervised behind the end of turn"
 
 
+@pytest.mark.parametrize("kind", ["argmax", "kl"])
+def test_the_objective_of_the_config_is_shown(
+    kind: str, config: Config, target: Path, drafter: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    begin = stored_row(config, 0).runs[0][0]
+    data = inspect(capsys, config, number=0, drafter=drafter, anchors=str(begin))
+    assert data["objective"] == "tokens"
+    config = dataclasses.replace(config, objective=dataclasses.replace(config.objective, kind=kind))
+    shown = inspect(capsys, config, number=0, drafter=drafter, anchors=str(begin))
+    assert shown["objective"] == kind and shown["prediction"] == data["prediction"]
+
+    ids_T = torch.tensor(shown["ids"])
+    model, full = load_drafter(drafter), load_full(target, TargetConfig(model=str(target)), torch.device("cpu"))
+    with torch.no_grad():
+        _, features_TF = TargetDecoder(full, model.config.target_layer_ids).run(ids_T[:begin])
+        context = extend_context(model, [], features_TF)
+        logits_MV = block_logits(model, ends_of(full, target), context, int(ids_T[begin]), model.config.block_size)
+        teacher_MV = full(input_ids=ids_T[None]).logits[0, begin : begin + len(logits_MV)]
+    label_M = teacher_MV.argmax(-1)
+    if kind == "argmax":
+        loss_M = F.cross_entropy(logits_MV, label_M, reduction="none")
+    else:
+        loss_M = F.kl_div(logits_MV.log_softmax(-1), teacher_MV.softmax(-1), reduction="none").sum(-1)
+    assert shown["label"][str(begin)] == label_M.tolist() != data["label"][str(begin)]
+    assert shown["loss"][str(begin)] == pytest.approx(loss_M.tolist(), abs=1e-4)
+    inspect_command(config, 0, None, drafter, str(begin), "cpu", as_json=False)
+    assert f"\nobjective {kind}: loss is " in capsys.readouterr().out
+
+
 def test_blocks_are_shown_offset_by_offset(config: Config, drafter: Path, capsys: pytest.CaptureFixture[str]) -> None:
     end = inspect(capsys, config, number=0)["runs"][0][1]
     inspect_command(config, 0, None, drafter, str(end - 2), "cpu", as_json=False)
@@ -162,6 +191,34 @@ def test_a_chat_from_a_file(
     assert list(shown["loss"]) == ["23", "25"]
     assert len(shown["loss"]["23"]) == config.drafter.block_size - 1
     assert shown["label"]["25"] == shown["ids"][26:29]
+
+
+def test_a_chat_from_a_file_is_read_as_a_row_of_a_source(
+    config: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "chat.json"
+    expected = None
+    for row in (
+        [{"role": "user", "content": "rain"}, {"role": "assistant", "content": "stone"}],
+        {"conversations": [{"from": "human", "value": "rain"}, {"from": "gpt", "value": "stone"}]},
+        [{"role": "user", "content": [{"type": "text", "text": "rain"}]}, {"role": "assistant", "content": "stone"}],
+    ):
+        file.write_text(json.dumps(row))
+        shown = inspect(capsys, config, messages=file)
+        expected = expected or shown
+        assert shown == expected
+
+
+def test_the_tools_of_a_chat_from_a_file_reach_the_template(
+    target: Path, config: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tooled = Path(shutil.copytree(target, tmp_path / "tooled"))
+    (tooled / "chat_template.jinja").write_text("{{ tools[0]['name'] if tools else '' }}" + tiny.CHATML)
+    config = dataclasses.replace(config, target=dataclasses.replace(config.target, model=str(tooled)))
+    chat = [{"role": "user", "content": "rain"}, {"role": "assistant", "content": "stone"}]
+    (tmp_path / "chat.json").write_text(json.dumps({"messages": chat, "tools": [{"name": "weather"}]}))
+    shown = inspect(capsys, config, messages=tmp_path / "chat.json")
+    assert load_tokenizer(tooled).decode(shown["ids"]).startswith("weather<|im_start|>user")
 
 
 @pytest.mark.parametrize(

@@ -363,6 +363,15 @@ def test_the_tools_of_a_row_reach_the_template(tmp_path: Path, tokenizer_folder:
     assert begins == ["", "weather!", "clock!"]
 
 
+def test_chats_with_tools_are_trained_on_and_never_held_out(tmp_path: Path, smollm2_folder: Path) -> None:
+    rows = [chat(i) | ({"tools": [{"name": "clock"}]} if i % 2 else {}) for i in range(20)]
+    config = config_for(tmp_path, write_jsonl(tmp_path / "a.jsonl", rows), held_out_share=0.3)
+    store = TokenStore.open(prepare(config, smollm2_folder))
+    assert (store.held_out[::2].sum(), store.held_out[1::2].sum()) == (6, 0)
+    write_jsonl(tmp_path / "a.jsonl", rows[1::2])
+    assert not TokenStore.open(prepare(config, smollm2_folder)).held_out.any()
+
+
 def test_a_full_disk_is_named_and_nothing_is_left(tmp_path: Path, smollm2_folder: Path) -> None:
     config = config_for(tmp_path / "cache", write_jsonl(tmp_path / "a.jsonl", [chat(i, 50) for i in range(20)]))
     code = """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
 import string
 import subprocess
@@ -193,6 +194,30 @@ def test_samples_depend_on_seed_row_and_turn_not_on_the_batch(config: Config, tm
     assert sampled.key("a", 0) != sampled.key("a", 1) != sampled.key("b", 1)
 
 
+def test_a_prompt_near_the_context_takes_no_room_from_the_rows_beside_it(target: Path, tmp_path: Path) -> None:
+    context = 80
+    folder = shutil.copytree(target, tmp_path / "target")
+    settings = json.loads((folder / "config.json").read_text()) | {"max_position_embeddings": context}
+    (folder / "config.json").write_text(json.dumps(settings))
+    tokenizer = load_tokenizer(folder)
+
+    def prompt_length(text: str) -> int:
+        return len(prompt_ids(tokenizer, [{"role": "user", "content": text}], {}))
+
+    long = next("x" * n for n in range(context) if prompt_length("x" * n) >= context - 4)
+    questions = ["rain", "tea", "green", "river", "stone", "seven", "perhaps", "tomorrow", long]
+    source = tmp_path / "chats.jsonl"
+    source.write_text("".join(json.dumps({"messages": [{"role": "user", "content": q}]}) + "\n" for q in questions))
+    config = load_config(tiny.make_config(tmp_path, folder, source))
+    made = []
+    for batch in (1, 9):
+        out = tmp_path / f"{batch}.jsonl"
+        run(config, out, Sampling(temperature=0, max_new_tokens=60), batch)
+        made.append((rows(out), report(out)))
+    assert made[0] == made[1]
+    assert max(len(row["messages"][1]["content"]) for row in made[0][0]) > 4, "longer than the long prompt's room"
+
+
 def test_noise_samples_the_softmax() -> None:
     probabilities_V = torch.tensor([0.5, 0.3, 0.2, 0.0])
     noise = KeyedNoise([1, 2], torch.device("cpu"))
@@ -303,6 +328,36 @@ def test_a_server_answers_each_turn_on_its_new_history(
     assert {headers["Authorization"] for headers in server.headers} == {"Bearer secret-1234"}
     written = "".join(path.read_text() for path in tmp_path.glob("new.jsonl*"))
     assert "secret" not in written + capsys.readouterr().err
+
+
+def test_the_tools_of_a_row_reach_the_server_and_the_output(config: Config, tmp_path: Path, server: Server) -> None:
+    tools = [{"type": "function", "function": {"name": "kettle"}}]
+    chats = rows(tmp_path / "chats.jsonl")[:2]
+    chats[0]["tools"] = json.dumps(tools)
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    ask_server(config, tmp_path / "new.jsonl", server)
+    assert [row.get("tools") for row in rows(tmp_path / "new.jsonl")] == [tools, None]
+    turns = [len(chat["messages"]) // 2 for chat in chats]
+    assert [request.get("tools") for request in server.requests] == [tools] * turns[0] + [None] * turns[1]
+
+
+def test_the_target_reads_the_tools_of_a_row(target: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(target, tmp_path / "target")
+    template = folder / "chat_template.jinja"
+    template.write_text("{% if tools %}{{ raise_exception(tools[0].name) }}{% endif %}" + template.read_text())
+    chats = tiny.make_chats(tmp_path / "chats.jsonl", rows=2)
+    first, second = rows(chats)
+    first["tools"] = [{"name": "kettle"}]
+    chats.write_text(json.dumps(first) + "\n" + json.dumps(second) + "\n")
+    out = tmp_path / "new.jsonl"
+    run(load_config(tiny.make_config(tmp_path, folder, chats)), out, Sampling(temperature=0, max_new_tokens=200))
+    assert [row["id"] for row in rows(out)] == [second["id"]]
+    assert report(out)["rejected"] == {"template_error": 1}
+
+
+def test_no_limit_on_the_likeliest_tokens_is_said_to_the_server(config: Config, tmp_path: Path, server: Server) -> None:
+    regenerate_command(config, tmp_path / "new.jsonl", Sampling(top_k=0), server.url, "served", 1, "cpu")
+    assert {request["top_k"] for request in server.requests} == {-1}
 
 
 def test_a_server_that_stays_broken_fails_the_run_and_a_later_one_goes_on(
