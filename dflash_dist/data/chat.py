@@ -250,8 +250,8 @@ def _answer_mask(added: dict[int, Any], tokens: _Tokens, turn: _Turn) -> np.ndar
     """bool [T]: the tokens of the turn's answer that the target generates: without what follows its end of turn.
 
     The turn ends at the first of the special tokens that close its text, or the first that is `turn.end_id` where that
-    is given. It need not be the tokenizer's eos: the end of the text may follow it. A special token before other text
-    is part of what is said. `added`: the tokenizer's added tokens by id. `tokens`: of a text that begins with the turn's.
+    is given; that need not be the eos, which may follow it. A special token before other text is part of what is said.
+    `added`: the tokenizer's added tokens by id. `tokens`: of a text that begins with the turn's.
     """
     inside = np.flatnonzero(
         (tokens.begins_T >= turn.start) & (tokens.ends_T <= len(turn.text)) & (tokens.ends_T > tokens.begins_T)
