@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dflash_dist.data.store import StoreWriter, TokenStore, document_key, opening_key, write_once
+from dflash_dist.data.store import FORMAT_VERSION, StoreWriter, TokenStore, document_key, opening_key, write_once
 from dflash_dist.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -134,7 +135,7 @@ def cut(path: Path) -> None:
     os.truncate(path, path.stat().st_size - 1)
 
 
-@pytest.mark.parametrize("name", ["tokens.bin", "supervised.bin", "keys.npy", "offsets.npy", "prompts.jsonl"])
+@pytest.mark.parametrize("name", ["tokens.bin", "checksums.npy", "keys.npy", "offsets.npy", "prompts.jsonl"])
 def test_a_cut_or_missing_file_is_refused(tmp_path: Path, name: str) -> None:
     write_store(tmp_path / "s", share=0.5)
     cut(tmp_path / "s" / name)
@@ -157,7 +158,68 @@ def test_a_store_without_or_with_a_cut_meta_file_is_refused(tmp_path: Path) -> N
         TokenStore.open(tmp_path / "s")
 
 
-@pytest.mark.parametrize("key", ["format_version", "sizes_bytes", "fingerprint", "report"])
+def flip_bit(path: Path, offset: int) -> None:
+    """Changes one bit of the byte at `offset`, as a bad disk does: the size stays."""
+    content = bytearray(path.read_bytes())
+    content[offset] ^= 0x10
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    "name", ["offsets.npy", "supervised_counts.npy", "keys.npy", "held_out.npy", "checksums.npy", "prompts.jsonl"]
+)
+def test_a_small_file_with_another_content_is_refused(tmp_path: Path, name: str) -> None:
+    write_store(tmp_path / "s", share=0.5)
+    flip_bit(tmp_path / "s" / name, -1)
+    with pytest.raises(UserError, match=rf"damaged: {name} is not what was written; remove .*/s and run"):
+        TokenStore.open(tmp_path / "s")
+
+
+def test_every_flipped_bit_of_a_document_is_found_when_it_is_read(tmp_path: Path) -> None:
+    folder = tmp_path / "s"
+    intact = write_store(folder).read(np.arange(len(LENGTHS)))
+    document_of_byte = np.repeat(np.arange(len(LENGTHS)), 4 * np.array(LENGTHS))
+    assert len(document_of_byte) == (folder / "tokens.bin").stat().st_size
+    for offset, damaged in enumerate(document_of_byte.tolist()):
+        flip_bit(folder / "tokens.bin", offset)
+        store = TokenStore.open(folder)
+        others = [i for i in range(len(LENGTHS)) if i != damaged]
+        assert store.read(np.array(others)).lengths_N.tolist() == [LENGTHS[i] for i in others]
+        mend = rf"remove {folder} and run `dflash-dist prepare` again"
+        with pytest.raises(UserError, match=rf"{folder} is damaged: document {damaged} in tokens\.bin .*; {mend}"):
+            store.read(np.arange(len(LENGTHS)))
+        flip_bit(folder / "tokens.bin", offset)
+    assert (TokenStore.open(folder).read(np.arange(len(LENGTHS))).tokens_T == intact.tokens_T).all()
+
+
+def test_a_file_that_is_cut_while_it_is_open_is_named(tmp_path: Path) -> None:
+    store = write_store(tmp_path / "s")
+    cut(tmp_path / "s" / "tokens.bin")
+    assert len(store.read(np.array([0, 3])).tokens_T) == LENGTHS[0] + LENGTHS[3]
+    with pytest.raises(UserError, match=r"document 4 in tokens\.bin is not what was written"):
+        store.read(np.array([0, 4]))
+
+
+def test_an_open_store_outlives_its_folder(tmp_path: Path) -> None:
+    store = write_store(tmp_path / "s")
+    shutil.rmtree(tmp_path / "s")
+    assert store.read(np.array([2])).tokens_T.tolist() == tokens_of(2, LENGTHS[2]).tolist()
+
+
+def test_the_largest_token_is_known_without_reading_the_documents(tmp_path: Path) -> None:
+    assert write_store(tmp_path / "s").largest_token() == 100_000 * len(LENGTHS) + LENGTHS[-1] - 1
+    with StoreWriter(tmp_path, 0.0) as writer:
+        writer.add("a", [("", np.array([2**31 - 1, 5]), np.array([False, True]))], opening("a"))
+        writer.finish("", {})
+    store = TokenStore.open(tmp_path)
+    documents = store.read(np.array([0]))
+    assert documents.tokens_T.tolist() == [2**31 - 1, 5] and documents.supervised_T.tolist() == [False, True]
+    assert store.largest_token() == 2**31 - 1
+
+
+@pytest.mark.parametrize(
+    "key", ["format_version", "sizes_bytes", "checksums", "largest_token", "fingerprint", "report"]
+)
 def test_a_meta_file_without_a_key_is_refused(tmp_path: Path, key: str) -> None:
     write_store(tmp_path / "s")
     meta = tmp_path / "s" / "meta.json"
@@ -169,7 +231,7 @@ def test_a_meta_file_without_a_key_is_refused(tmp_path: Path, key: str) -> None:
 def test_a_store_of_another_format_is_refused(tmp_path: Path) -> None:
     write_store(tmp_path / "s")
     meta = tmp_path / "s" / "meta.json"
-    meta.write_text(meta.read_text().replace('"format_version": 1', '"format_version": 99'))
+    meta.write_text(meta.read_text().replace(f'"format_version": {FORMAT_VERSION}', '"format_version": 99'))
     with pytest.raises(UserError, match="has format 99"):
         TokenStore.open(tmp_path / "s")
 
