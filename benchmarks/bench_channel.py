@@ -4,6 +4,8 @@
 
 One line for each bound on the thread blocks of a message: GiB/s of messages of 1 GiB; then the time of the same matrix
 products on the drafter's GPU alone, beside a receive that waits, and beside one that transfers, over that alone.
+Then one line for each wire format, from captured states on one GPU to features on the other: GiB/s of what they are in
+bf16, whatever the wire makes of them.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -18,8 +21,9 @@ from torch import Tensor
 
 from dflash_dist.channel import ReceiveChannel, SendChannel, WaitClock, open_pair_groups, ring
 from dflash_dist.topology import parse_topology
+from dflash_dist.wire import Unpacker, WireFormat
 
-ROWS, FEATURES = 20_972, 25_600  # 1 GiB of bf16
+ROWS, STATES, FEATURES = 20_972, 5, 25_600  # 1 GiB of bf16
 GIB = ROWS * FEATURES * 2 / 2**30
 SLOTS, MESSAGES = 2, 11
 PRODUCTS = 200
@@ -85,8 +89,49 @@ def take_rest(channel: ReceiveChannel, x_NN: Tensor) -> None:
         channel.release()
 
 
+def wire_sender(wire: WireFormat, group: dist.ProcessGroup, device: torch.device) -> None:
+    """Packs the same captured states into every message, in the order of the rows turned round."""
+    states = [torch.randn(ROWS, wire.hidden, device=device, dtype=wire.dtype) for _ in range(wire.states)]
+    source = torch.arange(ROWS, device=device)
+    destination = source.flip(0)
+    slots = ring(SLOTS, ROWS, wire.row_size, wire.slot_dtype, device)
+    channel = SendChannel(1, group, slots, WaitClock(device))
+    for _ in range(1 + MESSAGES):
+        wire.pack(states, source, destination, channel.acquire())
+        channel.send(ROWS)
+    channel.finish()
+    torch.cuda.synchronize()
+
+
+def wire_receiver(wire: WireFormat, group: dist.ProcessGroup, device: torch.device) -> float:
+    """GiB/s of features ready to be trained on; the first message does not count, as the sender compiles before it."""
+    unpacker = Unpacker(wire, ROWS, device) if wire.kind == "fp8" else None
+    slots = ring(SLOTS, ROWS, wire.row_size, wire.slot_dtype, device)
+    channel = ReceiveChannel(0, group, slots, WaitClock(device), iter([ROWS] * (1 + MESSAGES)))
+
+    def take(messages: int) -> None:
+        for _ in range(messages):
+            rows_MW = channel.receive()
+            if unpacker:
+                unpacker(rows_MW)
+            channel.release()
+
+    take(1)
+    return MESSAGES * GIB / (elapsed_ms(lambda: take(MESSAGES)) / 1000)
+
+
+def bench_wire(kind: Literal["full", "fp8"], rank: int, group: dist.ProcessGroup, device: torch.device) -> None:
+    """Prints one wire format's rate, on rank 1."""
+    wire = WireFormat(kind, STATES, FEATURES // STATES, torch.bfloat16)
+    if rank == 0:
+        wire_sender(wire, group, device)
+    else:
+        rate = wire_receiver(wire, group, device)
+        print(f"wire {kind}: {rate:6.1f} GiB/s of bf16 states, {wire.bytes_per_token:,} bytes a token", flush=True)
+
+
 def main() -> None:
-    """Prints a line for each bound, on rank 1."""
+    """Prints a line for each bound and for each wire format, on rank 1."""
     rank = int(os.environ["RANK"])
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
@@ -103,6 +148,10 @@ def main() -> None:
                 f"that transfers {moving:.3f} of their time alone",
                 flush=True,
             )
+        dist.barrier(host)
+    group = open_pair_groups(parse_topology("1-1"), rank, device)[0, 1]
+    for kind in ("full", "fp8"):
+        bench_wire(kind, rank, group, device)
         dist.barrier(host)
     dist.destroy_process_group()
 

@@ -5,7 +5,7 @@ Sizes come from the schedule, so nothing but hidden states crosses the wire, and
 On NCCL every wait is a wait of the current stream, never of the host. On gloo a wait blocks, but only where the data
 or the slot is needed at once.
 
-Shape suffixes: M most tokens of a message, T tokens of one message, F captured features of a token.
+Shape suffixes: M most tokens of a message, W values of a row, which holds a token as `wire.WireFormat` says.
 """
 
 from __future__ import annotations
@@ -78,23 +78,23 @@ class WaitClock:
 class SendChannel:
     """The target's end: fill a slot, send it, go on."""
 
-    def __init__(self, peer: int, group: dist.ProcessGroup, slots_MF: list[Tensor], clock: WaitClock) -> None:
-        self._peer, self._group, self._slots_MF, self._clock = peer, group, slots_MF, clock
+    def __init__(self, peer: int, group: dist.ProcessGroup, slots_MW: list[Tensor], clock: WaitClock) -> None:
+        self._peer, self._group, self._slots_MW, self._clock = peer, group, slots_MW, clock
         self._in_flight: deque[dist.Work] = deque()
         self.sent = 0
         """Messages sent so far."""
 
     def acquire(self) -> Tensor:
-        """The next slot [M, F], once the message that it held last has gone out."""
-        if len(self._in_flight) == len(self._slots_MF):
+        """The next slot [M, W], once the message that it held last has gone out."""
+        if len(self._in_flight) == len(self._slots_MW):
             with self._clock:
                 self._in_flight.popleft().wait()
-        return self._slots_MF[self.sent % len(self._slots_MF)]
+        return self._slots_MW[self.sent % len(self._slots_MW)]
 
     def send(self, tokens: int) -> None:
         """Starts sending the first `tokens` rows of the slot that `acquire` gave."""
-        slot_MF = self._slots_MF[self.sent % len(self._slots_MF)]
-        self._in_flight.append(_start(dist.isend, slot_MF[:tokens], self._peer, self._group))
+        slot_MW = self._slots_MW[self.sent % len(self._slots_MW)]
+        self._in_flight.append(_start(dist.isend, slot_MW[:tokens], self._peer, self._group))
         self.sent += 1
 
     def finish(self) -> None:
@@ -110,34 +110,34 @@ class ReceiveChannel:
         self,
         peer: int,
         group: dist.ProcessGroup,
-        slots_MF: list[Tensor],
+        slots_MW: list[Tensor],
         clock: WaitClock,
         sizes: Iterator[int],
     ) -> None:
-        self._peer, self._group, self._slots_MF, self._clock = peer, group, slots_MF, clock
+        self._peer, self._group, self._slots_MW, self._clock = peer, group, slots_MW, clock
         self._sizes = sizes
         """Tokens of each message to come, in order."""
         self._posted: deque[dist.Work] = deque()
         self._posts = 0
         self.received = 0
         """Messages received so far."""
-        for _ in slots_MF:
+        for _ in slots_MW:
             self._post()
 
     def receive(self) -> Tensor:
-        """The slot [M, F] with the next message in its first rows, valid until `release`."""
+        """The slot [M, W] with the next message in its first rows, valid until `release`."""
         with self._clock:
             self._posted.popleft().wait()
-        slot_MF = self._slots_MF[self.received % len(self._slots_MF)]
+        slot_MW = self._slots_MW[self.received % len(self._slots_MW)]
         self.received += 1
-        return slot_MF
+        return slot_MW
 
     def depth(self, sent: float) -> int:
         """Messages that have arrived but are not taken, of `sent` by the target's count.
 
         gloo's receives cannot be asked, so there it is the messages on their way too.
         """
-        if self._slots_MF[0].is_cuda:
+        if self._slots_MW[0].is_cuda:
             return sum(work.is_completed() for work in self._posted)
         return max(0, int(sent) - self.received)
 
@@ -158,8 +158,8 @@ class ReceiveChannel:
         tokens = next(self._sizes, None)
         if tokens is None:
             return
-        slot_MF = self._slots_MF[self._posts % len(self._slots_MF)]
-        self._posted.append(_start(dist.irecv, slot_MF[:tokens], self._peer, self._group))
+        slot_MW = self._slots_MW[self._posts % len(self._slots_MW)]
+        self._posted.append(_start(dist.irecv, slot_MW[:tokens], self._peer, self._group))
         self._posts += 1
 
 
@@ -182,9 +182,9 @@ def _start(
     return work
 
 
-def ring(slots: int, max_tokens: int, features: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """`slots` zeroed buffers [M, F]. Zeroed, since rows past a message are read under a mask and must be finite."""
-    return [torch.zeros(max_tokens, features, dtype=dtype, device=device) for _ in range(slots)]
+def ring(slots: int, max_tokens: int, row_size: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """`slots` zeroed buffers [M, W]. Zeroed, since rows past a message are read under a mask and must be finite."""
+    return [torch.zeros(max_tokens, row_size, dtype=dtype, device=device) for _ in range(slots)]
 
 
 MAX_CTAS = 4

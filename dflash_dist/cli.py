@@ -139,6 +139,9 @@ def train(
         bool, typer.Option("--allow-slow", help="Train even if the environment check finds errors.")
     ] = False,
     init_from: Annotated[str | None, typer.Option("--init-from", help="Drafter folder to start from.")] = None,
+    max_restarts: Annotated[
+        int, typer.Option("--max-restarts", min=0, help="Start a world that failed again, so many times at most.")
+    ] = 0,
     overrides: Overrides = None,
 ) -> None:
     """Train a drafter, then export and evaluate it.
@@ -156,7 +159,9 @@ def train(
     from dflash_dist.train.launch import train as run_train
 
     name = run or config.stem
-    raise SystemExit(run_train(settings, topology, device, name, sys.argv[1:], allow_slow=allow_slow))
+    raise SystemExit(
+        run_train(settings, topology, device, name, sys.argv[1:], allow_slow=allow_slow, max_restarts=max_restarts)
+    )
 
 
 @app.command(name="eval")
@@ -169,6 +174,10 @@ def evaluate(
     ] = None,
     target: Annotated[
         str | None, typer.Option("--target", help="Target folder, hub name or package:NAME; goes with --drafter.")
+    ] = None,
+    checkpoint: Annotated[
+        str | None,
+        typer.Option("--checkpoint", help="Of the run: last, best (least val_loss) or a step; else its export."),
     ] = None,
     prompts: Annotated[
         Path | None, typer.Option("--prompts", help="JSONL file of chats, or .txt file with a prompt a line.")
@@ -209,7 +218,7 @@ def evaluate(
     }
     changes = {name: value for name, value in given.items() if value is not None}
     kwargs = None if chat_template_kwargs is None else _json_object("--chat-template-kwargs", chat_template_kwargs)
-    figures = evaluate_command(run, drafter, target, prompts, changes, kwargs, device)
+    figures = evaluate_command(run, drafter, target, prompts, changes, kwargs, device, checkpoint)
     print(json.dumps(figures) if as_json else as_table(figures))
 
 
@@ -218,8 +227,11 @@ def export(
     run: Annotated[Path, typer.Option("--run", help="Run folder, or its name under runs/.")],
     out: Annotated[Path, typer.Option("--out", help="Folder to write; it must not exist.")],
     form: Annotated[str, typer.Option("--format", help="plain (z-lab, SGLang, vLLM) or speculators (vLLM).")] = "plain",
+    checkpoint: Annotated[
+        str, typer.Option("--checkpoint", help="last, best (of least val_loss) or a step such as 100.")
+    ] = "last",
 ) -> None:
-    """Write a run's newest checkpoint as a drafter folder.
+    """Write a run's checkpoint as a drafter folder.
 
     Prints the folder and the commands that serve it.
     """
@@ -227,7 +239,7 @@ def export(
         raise UserError(f"export format {form!r} is not known; use --format plain or --format speculators")
     from dflash_dist.commands import export_command
 
-    for line in export_command(run, out, form):
+    for line in export_command(run, out, form, checkpoint):
         print(line)
 
 

@@ -7,6 +7,7 @@ import functools
 import os
 import re
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -44,8 +45,9 @@ def evaluate_command(
     changes: dict[str, Any],
     chat_template_kwargs: dict[str, Any] | None,
     device: str,
+    checkpoint: str | None = None,
 ) -> dict[str, Any]:
-    """The figures of `dflash-dist eval`: of a run's export, or of a drafter folder with its target.
+    """The figures of `dflash-dist eval`: of a run's export or `checkpoint`, or of a drafter folder with its target.
 
     `changes`: keys of `EvaluateConfig` given on the command line. `chat_template_kwargs` stand in for the run's.
     """
@@ -57,32 +59,48 @@ def evaluate_command(
         if chat_template_kwargs is not None:
             data = dataclasses.replace(config.data, chat_template_kwargs=chat_template_kwargs)
             config = dataclasses.replace(config, data=data)
-        exported = folder / "export" / "plain"
-        if not exported.exists():
-            raise UserError(f"run {folder} has no export yet; finish its training, or use `dflash-dist export` first")
-        if prompts is None:
-            figures = evaluate_drafter(config, run_store(folder), exported, device_type)
-            if figures is None:
-                raise UserError(
-                    f"run {folder} kept no document, or none that fits the target, out of training; give --prompts FILE"
-                )
-            return figures
-        target_settings, settings, kwargs = config.target, config.evaluate, config.data.chat_template_kwargs
-        cache, drafter = Path(config.cache_dir), exported
-    elif run is None and drafter is not None and target is not None:
-        target_settings, settings = TargetConfig(model=target), EvaluateConfig(**changes)
-        kwargs = chat_template_kwargs or {}
-        cache, prompts = Path(CACHE), prompts or bundled_prompts()
-    else:
-        raise UserError("give either --run R, or --drafter D with --target T")
+        with tempfile.TemporaryDirectory(prefix="dflash_dist_") as made:
+            return _evaluate_run(folder, config, prompts, device_type, checkpoint, Path(made) / "drafter")
+    if run is None and drafter is not None and target is not None and checkpoint is None:
+        return evaluate_on(
+            read_prompts(prompts or bundled_prompts()),
+            drafter,
+            target_folder(target, Path(CACHE)),
+            TargetConfig(model=target),
+            device_type,
+            EvaluateConfig(**changes),
+            chat_template_kwargs or {},
+        )
+    raise UserError("give either --run R, with --checkpoint C or without, or --drafter D with --target T")
+
+
+def _evaluate_run(
+    folder: Path, config: Config, prompts: Path | None, device_type: str, checkpoint: str | None, made: Path
+) -> dict[str, Any]:
+    """The figures of the run's export, or of its `checkpoint`, which is exported to `made`."""
+    exported = folder / "export" / "plain"
+    if checkpoint is not None:
+        export_checkpoint(folder, made, which=checkpoint)
+        exported = made
+    elif not exported.exists():
+        raise UserError(
+            f"run {folder} has no export yet; finish its training, use `dflash-dist export` first, or give --checkpoint"
+        )
+    if prompts is None:
+        figures = evaluate_drafter(config, run_store(folder), exported, device_type)
+        if figures is None:
+            raise UserError(
+                f"run {folder} kept no document, or none that fits the target, out of training; give --prompts FILE"
+            )
+        return figures
     return evaluate_on(
         read_prompts(prompts),
-        drafter,
-        target_folder(target_settings.model, cache),
-        target_settings,
+        exported,
+        target_folder(config.target.model, Path(config.cache_dir)),
+        config.target,
         device_type,
-        settings,
-        kwargs,
+        config.evaluate,
+        config.data.chat_template_kwargs,
     )
 
 
@@ -146,8 +164,8 @@ def inspect_command(
         inspection.print_row(row, outcomes, config.objective.kind, tokenizer)
 
 
-def export_command(run: Path, out: Path, form: str) -> list[str]:
-    """Exports a run's newest checkpoint to `out` as `form`, plain or speculators.
+def export_command(run: Path, out: Path, form: str, checkpoint: str = "last") -> list[str]:
+    """Exports a run's checkpoint, the last or best one or a step's, to `out` as `form`, plain or speculators.
 
     Returns the folder and the serve commands, a line each.
     """
@@ -160,7 +178,7 @@ def export_command(run: Path, out: Path, form: str) -> list[str]:
     if form == "speculators":
         architectures = full_config(target_files, config.target.trust_remote_code).architectures or []
         write = functools.partial(export_speculators, verifier=target, verifier_architectures=architectures)
-    export_checkpoint(folder, out, write)
+    export_checkpoint(folder, out, write, which=checkpoint)
     return [f"{out}", *serve_commands(out, target)]
 
 

@@ -73,6 +73,9 @@ class ScheduleConfig:
     """Predicted microseconds a squared token of one document (attention)."""
     ring_slots: int = 2
     """Batches in flight on each channel."""
+    wire: Literal["full", "fp8"] = "full"
+    """What target ranks send. full: the captured states as they are. fp8: as e4m3 with a scale for each token and
+    state, about half the bytes of bfloat16 in messages and rings. With `xN` nothing is sent, and it has no effect."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,6 +153,9 @@ class TrainConfig:
     """Compute type of the drafter; the weights are fp32 always. auto: bfloat16 on CUDA, float32 on CPU."""
     attention: Literal["auto", "dense", "flex"] = "auto"
     """auto: compiled flex attention on CUDA, a dense mask on CPU."""
+    shard: Literal["none", "fsdp"] = "none"
+    """Whether each drafter rank keeps the whole drafter and optimizer, or a share of them, for a drafter that is too
+    large for one GPU; every batch then gathers the weights. With one drafter rank there is nothing to share."""
     not_finite: Literal["stop", "skip"] = "stop"
     """What a loss or gradient that is not finite does: stop the run, or skip the step."""
     init_from: str | None = None

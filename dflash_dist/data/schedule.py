@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import heapq
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -37,7 +38,18 @@ class Work:
     """int64 row numbers in the token store."""
     tokens: int
     target: int
+    """Number of the target through all nodes, as `drafter` is."""
     drafter: int
+
+    @property
+    def is_filler(self) -> bool:
+        """Whether it only makes up the number: no documents, no target forward, no message, weight 0."""
+        return not self.tokens
+
+    @property
+    def place(self) -> str:
+        """Where in the run the batch stands, in words."""
+        return f"step {self.step}, {'validation ' if self.kind == 'validate' else ''}batch {self.index}"
 
 
 @dataclass(frozen=True)
@@ -46,6 +58,9 @@ class _Batch:
     tokens: int
     supervised: int
     cost_us: float
+
+
+_FILLER = _Batch(np.empty(0, np.int64), 0, 0, 0.0)
 
 
 class Schedule:
@@ -71,10 +86,16 @@ class Schedule:
         """Optimizer steps in the whole run."""
         self.tokens_after = np.cumsum([0, *(sum(b.tokens for b in batches) for _, batches in self._steps)])
         """Training tokens run by the end of each step; index 0 is the start."""
+        self.batches_after = np.cumsum([0, *(len(batches) for _, batches in self._steps)])
+        """Training batches run by the end of each step; index 0 is the start."""
+
+    def epoch_of(self, step: int) -> int:
+        """The epoch that a step belongs to, from 1."""
+        return self._steps[step - 1][0]
 
     def work(self, after_step: int = 0) -> Iterator[Work]:
         """All work after step `after_step`, in the global order."""
-        loads_us = [0.0] * self._topology.targets
+        loads_us = [0.0] * self._topology.num_targets
         for step, (epoch, batches) in enumerate(self._steps, start=1):
             rounds: list[tuple[Literal["train", "validate"], int, list[_Batch]]] = [("train", epoch, batches)]
             if self.validates(step):
@@ -83,7 +104,7 @@ class Schedule:
                 placed = self._place(some, loads_us)
                 if step > after_step:
                     for index, target, drafter in placed:
-                        batch = some[index]
+                        batch = some[index] if index < len(some) else _FILLER
                         yield Work(step, kind, index, key_epoch, batch.documents, batch.tokens, target, drafter)
 
     def validates(self, step: int) -> bool:
@@ -124,16 +145,33 @@ class Schedule:
         ]
 
     def _place(self, batches: list[_Batch], loads_us: list[float]) -> list[tuple[int, int, int]]:
-        """(batch, target, drafter) in order of predicted completion; the targets' loads go on from step to step."""
-        costs_us = [batch.cost_us for batch in batches]
-        shared = self._topology.shared
-        target_of, finish_us = share_out(costs_us, loads_us, equal_counts=shared)
-        drafter_of = target_of
-        if not shared:
-            supervised = [batch.supervised for batch in batches]
-            drafter_of, _ = share_out(supervised, [0.0] * self._topology.drafters, equal_counts=True)
-        order = sorted(range(len(batches)), key=lambda i: (finish_us[i], target_of[i]))
+        """(batch, target, drafter) in the global order; the targets' loads go on from step to step.
+
+        Where the drafters could not share the batches equally, fillers with numbers past the last batch make them even.
+        """
+        topology = self._topology
+        fillers = -len(batches) % topology.num_drafters
+        costs_us = [batch.cost_us for batch in batches] + [0.0] * fillers
+        supervised = [batch.supervised for batch in batches] + [0] * fillers
+        if topology.shared:
+            target_of, finish_us = share_out(costs_us, loads_us, equal_counts=True)
+            drafter_of = target_of
+        else:
+            node_of = self._share_out_to_nodes(costs_us, loads_us)
+            target_of, finish_us = _share_out_within(node_of, costs_us, loads_us, topology.nodes, equal_counts=False)
+            no_load = [0.0] * topology.num_drafters
+            drafter_of, _ = _share_out_within(node_of, supervised, no_load, topology.nodes, equal_counts=True)
+        order = sorted(range(len(costs_us)), key=lambda i: (finish_us[i], target_of[i]))
+        if self._config.train.shard == "fsdp":
+            order = _by_rounds(order, drafter_of, topology.num_drafters)
         return [(i, target_of[i], drafter_of[i]) for i in order]
+
+    def _share_out_to_nodes(self, costs_us: list[float], loads_us: list[float]) -> list[int]:
+        """The node of each batch: equally many to each, since hidden states do not leave a node."""
+        topology = self._topology
+        starts = range(0, topology.num_targets, topology.targets)
+        node_loads_us = [sum(loads_us[start : start + topology.targets]) for start in starts]
+        return share_out(costs_us, node_loads_us, equal_counts=True)[0]
 
 
 def shuffled(documents: np.ndarray, seed: int, epoch: int) -> np.ndarray:
@@ -157,4 +195,34 @@ def share_out(weights: Sequence[float], loads: list[float], *, equal_counts: boo
         room[part] -= 1
         if room[part]:
             heapq.heappush(heap, (load_at[i], part))
+    return part_of, load_at
+
+
+def _by_rounds(order: list[int], drafter_of: list[int], drafters: int) -> list[int]:
+    """The same batches so that every drafter has one in each round, in the given order within a round.
+
+    The ranks of a sharded drafter go from batch to batch together: one that waits for a message which stands behind
+    later rounds of the others, with their rings full, would wait for ever.
+    """
+    rounds = [itertools.count() for _ in range(drafters)]
+    round_of = {i: next(rounds[drafter_of[i]]) for i in order}
+    return sorted(order, key=round_of.__getitem__)
+
+
+def _share_out_within(
+    node_of: list[int], weights: Sequence[float], loads: list[float], nodes: int, *, equal_counts: bool
+) -> tuple[list[int], list[float]]:
+    """`share_out` on each node by itself; the parts of `loads` lie node after node."""
+    parts = len(loads) // nodes
+    items_of: list[list[int]] = [[] for _ in range(nodes)]
+    for item, node in enumerate(node_of):
+        items_of[node].append(item)
+    part_of, load_at = [0] * len(weights), [0.0] * len(weights)
+    for node, items in enumerate(items_of):
+        first, last = node * parts, (node + 1) * parts
+        node_loads = loads[first:last]
+        chosen, reached = share_out([weights[i] for i in items], node_loads, equal_counts=equal_counts)
+        loads[first:last] = node_loads
+        for item, part, load in zip(items, chosen, reached, strict=True):
+            part_of[item], load_at[item] = first + part, load
     return part_of, load_at

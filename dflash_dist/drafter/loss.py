@@ -137,9 +137,8 @@ def _hidden(
     blocks: BlockTensors,
 ) -> Tensor:
     """[A, B, H]: the drafter's normed output for every block."""
-    context = model.context(features_TF, positions_T)
     masks = model.masks(blocks.anchors_A, blocks.keep_A, documents_T)
-    return model.blocks(ends.embed(blocks.ids_AB), blocks.positions_AB, context, masks)
+    return model(features_TF, positions_T, ends.embed(blocks.ids_AB), blocks.positions_AB, masks)
 
 
 def _chunks(hidden_ABH: Tensor, blocks: BlockTensors, chunk: int) -> Iterator[tuple[Tensor, ...]]:

@@ -101,8 +101,8 @@ class Layer(nn.Module):
 class DFlashDrafter(nn.Module):
     """The drafter without embedding and head, which are the target's. Parameter names are those of the plain export.
 
-    Training calls `context` on the whole pack, then `blocks` on all anchors with `masks`. Inference calls `context` on
-    newly committed tokens and appends it to a cache, then `blocks` on one block.
+    Training calls the whole: `context` on a pack, then `blocks` on all its anchors with `masks`. Inference calls
+    `context` on newly committed tokens and appends it to a cache, then `blocks` on one block.
     """
 
     def __init__(self, config: DrafterConfig, attention: Literal["dense", "flex"] = "dense") -> None:
@@ -124,6 +124,29 @@ class DFlashDrafter(nn.Module):
             else:
                 drawn = torch.empty(parameter.shape).normal_(0.0, self.config.initializer_range, generator=generator)
                 parameter.copy_(drawn)
+
+    def modules_of_blocks(self) -> list[list[nn.Module]]:
+        """Each layer's large modules that `blocks` alone uses; the other large ones are those of `context`."""
+        return [[layer.self_attn.q_proj, layer.self_attn.o_proj, layer.mlp] for layer in self._layers()]
+
+    def parameters_by_backward(self) -> list[tuple[str, nn.Parameter]]:
+        """The named parameters, the large ones in the order in which a backward pass completes their gradients.
+
+        Last come those of `context`, which is the first to run forward.
+        """
+        of_blocks = {p for modules in self.modules_of_blocks() for module in modules for p in module.parameters()}
+        return sorted(reversed(list(self.named_parameters())), key=lambda named: named[1] not in of_blocks)
+
+    def forward(
+        self,
+        features_TF: Tensor,
+        positions_T: Tensor,
+        embeddings_ABH: Tensor,
+        positions_AB: Tensor,
+        masks: Sequence[Mask],
+    ) -> Tensor:
+        """`blocks` over the `context` of a whole pack."""
+        return self.blocks(embeddings_ABH, positions_AB, self.context(features_TF, positions_T), masks)
 
     def context(self, features_TF: Tensor, positions_T: Tensor) -> list[KeyValue]:
         """Each layer's context keys and values for the target's tapped states at the given document positions.
@@ -147,7 +170,7 @@ class DFlashDrafter(nn.Module):
         rope = rope_tables(positions_AB.flatten(), self.config, self.fc.weight.dtype)
         for layer, key_value, mask in zip(self._layers(), context, masks, strict=True):
             hidden_QH = layer(hidden_QH, rope, key_value, mask)
-        return self.norm(hidden_QH).unflatten(0, embeddings_ABH.shape[:2])
+        return self.norm(hidden_QH.unflatten(0, embeddings_ABH.shape[:2]))  # no view: FSDP hooks the output
 
     def _layers(self) -> list[Layer]:
         return [cast(Layer, layer) for layer in self.layers]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dflash_dist.config import Config
 from dflash_dist.data.schedule import Work
-from dflash_dist.data.store import TokenStore
+from dflash_dist.data.store import Documents, TokenStore
 from dflash_dist.drafter.anchors import Blocks, BlockTensors, default_gamma, document_hashes, draw_blocks
 from dflash_dist.drafter.config import DrafterConfig
 from dflash_dist.target.packing import token_offsets
@@ -23,6 +23,9 @@ ANCHOR_MULTIPLE = 8
 
 NOISE_SEED = 1 << 32
 """Sets the noise's hashes apart from the anchors'."""
+
+FILLER = Documents(np.zeros(1, np.int64), np.zeros(1, bool), np.ones(1, np.int64), np.zeros(1, np.uint64))
+"""What a drafter runs for a filler: one token that no anchor can stand on."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,7 @@ class BatchLoader:
 
     def load(self, work: Work) -> DrafterBatch:
         """The batch of `work`, on the host."""
-        documents = self._store.read(work.documents)
+        documents = FILLER if work.is_filler else self._store.read(work.documents)
         blocks = draw_blocks(
             documents,
             block_size=self._drafter.block_size,
@@ -70,7 +73,7 @@ class BatchLoader:
             epoch=work.epoch,
             pad_to=self._anchor_multiple,
         )
-        padding = self._config.schedule.token_budget - work.tokens if self._pin else 0
+        padding = self._config.schedule.token_budget - len(documents.tokens_T) if self._pin else 0
         lengths_N = documents.lengths_N
         return DrafterBatch(
             torch.from_numpy(documents.tokens_T),

@@ -15,6 +15,7 @@ from dflash_dist.drafter.config import DrafterConfig
 from dflash_dist.drafter.loss import Objective
 from dflash_dist.topology import Topology
 from dflash_dist.train.control import Control
+from dflash_dist.train.liveness import Watch
 from dflash_profiling.record import TraceWindow
 
 
@@ -32,9 +33,12 @@ class RankContext:
     schedule: Schedule
     drafter: DrafterConfig
     control: Control
+    watch: Watch
     trace: TraceWindow
     drafter_group: dist.ProcessGroup | None
-    """The drafter ranks, where there are several."""
+    """The drafter ranks of all nodes, where there are several."""
+    host_group: dist.ProcessGroup | None
+    """The same ranks over gloo, for what does not touch a device."""
     pair_groups: dict[tuple[int, int], dist.ProcessGroup]
     start_step: int
     """Steps that are done already."""
@@ -43,6 +47,20 @@ class RankContext:
     def objective(self) -> Objective:
         """What the drafter is trained on."""
         return Objective.of(self.config.objective)
+
+    @property
+    def target_number(self) -> int:
+        """The number of this target rank among the targets of all nodes."""
+        number = self.topology.target_of(self.rank)
+        assert number is not None
+        return number
+
+    @property
+    def drafter_number(self) -> int:
+        """The number of this drafter rank among the drafters of all nodes."""
+        number = self.topology.drafter_of(self.rank)
+        assert number is not None
+        return number
 
     @property
     def leads(self) -> bool:

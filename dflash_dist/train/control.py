@@ -8,12 +8,10 @@ from __future__ import annotations
 import json
 import signal
 import time
-from typing import Any
 
 from torch.distributed import Store
 
 from dflash_dist.errors import RunFailed
-from dflash_dist.topology import Topology
 
 POLL_S = 0.02
 
@@ -21,18 +19,19 @@ POLL_S = 0.02
 class Control:
     """One rank's end of the control store."""
 
-    def __init__(self, store: Store, rank: int, topology: Topology) -> None:
-        self._store, self._rank, self._topology = store, rank, topology
+    def __init__(self, store: Store, rank: int) -> None:
+        self._store, self._rank = store, rank
         self._signals: tuple[signal.Signals, ...] = ()
-        self._stop_asked = False
+        self._stop_asked, self._stop_passed_on = False, False
 
     def listen(self, signals: tuple[signal.Signals, ...]) -> None:
         """From now on each of the signals asks for a checkpoint and an orderly end."""
         self._signals = signals
         for number in signals:
-            signal.signal(number, self._ask_stop)
+            signal.signal(number, lambda *_: self.ask_stop())
 
-    def _ask_stop(self, number: int, frame: Any) -> None:
+    def ask_stop(self) -> None:
+        """Asks for a checkpoint and an orderly end of the world; any rank may, from any thread."""
         self._stop_asked = True
 
     def agree_on(self, name: str, value: str) -> None:
@@ -45,17 +44,20 @@ class Control:
             raise RunFailed(f"{name} of rank {self._rank} is {value[:16]}, but rank 0 has {first[:16]}")
 
     def lead_stop(self, step: int, lag_steps: int) -> None:
-        """Called by the first drafter rank after each step: passes a stop request on.
+        """Called by the first drafter rank after each step: names the last step, once any rank was asked to stop.
 
         The named step is far enough ahead that no other drafter rank can have passed it: they meet in each step's
         all-reduce, and a rank's host is at most `lag_steps` ahead of it.
         """
-        if self._stop_asked and not self._store.check(["stop"]):
+        if self._store.check(["stop_asked"]) and not self._store.check(["stop"]):
             self._store.set("stop", str(step + 1 + lag_steps))
 
     def stop_step(self) -> int | None:
         """The last step to train, once a stop was asked for; called by every rank once a step or more often."""
         self.listen(self._signals)  # LLVM, with which Triton compiles, puts its own handlers in place of ours
+        if self._stop_asked and not self._stop_passed_on:
+            self._store.set("stop_asked", "")
+            self._stop_passed_on = True
         return int(self._store.get("stop")) if self._store.check(["stop"]) else None
 
     def publish(self, **facts: float) -> None:
@@ -71,10 +73,9 @@ class Control:
         """Says that this target rank sends no further message."""
         self._store.set(f"done/{self._rank}", "1")
 
-    def targets_done(self) -> bool:
-        """Whether every target rank has sent its last message."""
-        ranks = range(self._topology.targets)
-        return self._store.check([f"done/{self._topology.target_rank(t)}" for t in ranks])
+    def are_done(self, ranks: list[int]) -> bool:
+        """Whether each of these target ranks has sent its last message."""
+        return self._store.check([f"done/{rank}" for rank in ranks])
 
     def pause(self) -> None:
         """The interval of a poll on the store."""

@@ -35,7 +35,7 @@ def drafter_loop(
     reports: StepReports,
 ) -> int:
     """Trains until the last step, or the step at which a stop was asked for; returns that step."""
-    drafter, schedule, control = context.topology.drafter_of(context.rank), context.schedule, context.control
+    drafter, schedule, control = context.drafter_number, context.schedule, context.control
     works = (work for work in schedule.work(context.start_step) if work.drafter == drafter)
     loader = BatchLoader(context.store, context.config, context.drafter, context.device)
     batches = Lookahead(prefetch(works, loader.load, depth=2))
@@ -45,13 +45,16 @@ def drafter_loop(
         optimizer.zero_grad()
         noise = noise_scale(context.config.noise, step, schedule.total_steps)
         stats = torch.zeros(context.config.schedule.batches_per_step, len(SUMS) + 1, device=context.device)
-        for work, batch in batches.take(step, "train"):
+        share = -(-schedule.batches_of(step) // context.topology.num_drafters)  # fillers included: alike on all ranks
+        for turn, (work, batch) in enumerate(batches.take(step, "train"), start=1):
+            context.watch.at(work.place)
             sums = batch_sums(context, source, model, ends, work, batch, noise)
-            with span("backward"):
+            with span("backward"), optimizer.overlap(last=turn == share):
                 sums[0].backward()
             source.release(work)
             stats[work.index] = torch.cat([sums.detach(), optimizer.gradient_is_finite()[None]])
         with span("all_reduce"):
+            optimizer.reduce()
             all_reduce(stats, context.drafter_group)
         with span("optimizer"):
             outcome = optimizer.step(step, stats, stats[:, SUMS.index("weight")].sum())
@@ -70,16 +73,21 @@ def drafter_loop(
 
 def warm_up(context: RankContext, model: DFlashDrafter, ends: TargetEnds) -> None:
     """Compiles what a step and a validation run, before the first message: on the first batch, with states of zero."""
-    drafter = context.topology.drafter_of(context.rank)
-    work = next((w for w in context.schedule.work(context.start_step) if w.drafter == drafter), None)
+    # A filler does as well, and all ranks must run as many batches where the drafter is sharded.
+    work = next((w for w in context.schedule.work(context.start_step) if w.drafter == context.drafter_number), None)
     if work is None:
         return
     batch = BatchLoader(context.store, context.config, context.drafter, context.device).load(work)
-    features = context.drafter.hidden_size * context.objective.captured_states(context.drafter)
-    source = ZeroSource(features, ends.head_weight.dtype, context.device)
+    source = zero_source(context, ends)
     batch_sums(context, source, model, ends, work, batch)[0].backward()
     with torch.no_grad():
         batch_sums(context, source, model, ends, work, batch)
+
+
+def zero_source(context: RankContext, ends: TargetEnds) -> ZeroSource:
+    """Features of zero in the shape and type of the target's."""
+    features = context.drafter.hidden_size * context.objective.captured_states(context.drafter)
+    return ZeroSource(features, ends.head_weight.dtype, context.device)
 
 
 def batch_sums(
@@ -121,6 +129,7 @@ def validation_sums(
     total = torch.zeros(len(SUMS), device=context.device)
     with span("validation"):
         for work, batch in batches.take(step, "validate"):
+            context.watch.at(work.place)
             total += batch_sums(context, source, model, ends, work, batch)
             source.release(work)
         all_reduce(total, context.drafter_group)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import shlex
@@ -22,12 +23,12 @@ from dflash_dist.check import check, environment, has_errors
 from dflash_dist.config import Config
 from dflash_dist.data.prepare import print_report
 from dflash_dist.drafter.model import DFlashDrafter
-from dflash_dist.errors import UserError
+from dflash_dist.errors import RunFailed, UserError
 from dflash_dist.evaluate.run import evaluate_drafter
 from dflash_dist.export.plain import export_plain, serve_commands
 from dflash_dist.target.package import target_folder
 from dflash_dist.topology import Topology, check_devices
-from dflash_dist.train.checkpoint import newest_checkpoint, set_damaged_aside
+from dflash_dist.train.checkpoint import find_checkpoint, newest_checkpoint, set_damaged_aside
 from dflash_dist.train.inputs import resolve_inputs
 from dflash_dist.train.memory import check_memory, rank_memory
 from dflash_dist.train.metrics import read_metrics, summary
@@ -56,12 +57,18 @@ def train(
     *,
     finish: bool = True,
     allow_slow: bool = False,
+    max_restarts: int = 0,
 ) -> int:
     """Trains run `run_name`, or goes on with it where it stopped; returns the exit code.
 
     `arguments` start the same command on every rank. `finish`: export and evaluate at the end. `allow_slow`: train even
-    where the environment check finds errors.
+    where the environment check finds errors. `max_restarts`: how often a world that failed starts again.
     """
+    if topology.nodes > 1 and not in_world():
+        raise UserError(
+            f"topology {topology} runs on {topology.nodes} nodes: start the command with torchrun on each of them, as "
+            f"`launchers/torchrun.sh {topology} CONFIG` does"
+        )
     device_type = check_devices(topology, torch.cuda.device_count(), device)
     folder = run_folder(config, run_name)
     kernels = Path(config.cache_dir).absolute() / "kernels"
@@ -80,13 +87,30 @@ def train(
         begun = begin_run(config, topology, device_type, folder, allow_slow)
         _timed(phases, "prepare", lambda: held.enter_context(begun))
         if not _trained(config, topology, folder):
-            _timed(phases, "train", lambda: launch_world(topology, device_type, arguments, stopper))
+            world = functools.partial(launch_world, topology, device_type, arguments, stopper)
+            _timed(phases, "train", lambda: _with_restarts(world, max_restarts, folder, stopper))
         if finish and stopper.received is None:
             finish_run(config, device_type, folder, phases)
     if stopper.received is None:
         return 0
     _print_resume_command(folder, arguments)
     return 130 if stopper.received == signal.SIGINT else 0
+
+
+def _with_restarts(world: Callable[[], None], max_restarts: int, folder: Path, stopper: Stopper) -> None:
+    """Runs `world` again after a failure, from its newest checkpoint, up to `max_restarts` times."""
+    for restart in range(1, max_restarts + 1):
+        try:
+            return world()
+        except RunFailed as error:
+            if stopper.received is not None:
+                raise
+            set_damaged_aside(folder / CHECKPOINTS)
+            checkpoint = newest_checkpoint(folder / CHECKPOINTS)
+            where = f"after step {checkpoint.step}" if checkpoint else "from the beginning"
+            print(f"error: {error}", file=sys.stderr)
+            print(f"restart {restart} of {max_restarts}: the world goes on {where}", file=sys.stderr)
+    return world()
 
 
 def _print_resume_command(folder: Path, arguments: list[str]) -> None:
@@ -167,11 +191,15 @@ def export_checkpoint(
     out: Path,
     write: Callable[[DFlashDrafter, Path], None] = export_plain,
     replace: bool = False,
+    which: str = "last",
 ) -> None:
-    """Writes the newest checkpoint of the run in `folder` as drafter folder `out`, in the format of `write`."""
-    checkpoint = newest_checkpoint(folder / CHECKPOINTS, verify=True)
-    if checkpoint is None:
-        raise UserError(f"run {folder} has no whole checkpoint to export; train it further")
+    """Writes a checkpoint of the run in `folder` as drafter folder `out`, in the format of `write`.
+
+    `which`: last, best or a step, as `find_checkpoint` takes it.
+    """
+    checkpoint = find_checkpoint(folder / CHECKPOINTS, which)
+    if which != "last":
+        print(f"checkpoint: step {checkpoint.step}, val_loss {checkpoint.val_loss}", file=sys.stderr)
     model = DFlashDrafter(checkpoint.drafter)
     checkpoint.load_weights(model)
     if replace and out.exists():

@@ -11,13 +11,17 @@ import torch
 from dflash_dist.config import Config
 from dflash_dist.drafter.config import DrafterConfig
 from dflash_dist.drafter.loss import Objective
+from dflash_dist.drafter.model import DFlashDrafter
 from dflash_dist.errors import UserError
 from dflash_dist.target.load import torch_dtype, truncated_config
 from dflash_dist.topology import Topology
+from dflash_dist.wire import WireFormat
 
 GIB = 2**30
 MASTER_BYTES = 16
 """fp32 weight, gradient and two moments of each drafter parameter."""
+GATHERED_BYTES = 8
+"""fp32 weight and gradient of each parameter that a rank of a sharded drafter holds whole for a while."""
 
 
 def used_memory_gib(device: torch.device) -> float:
@@ -29,23 +33,26 @@ def used_memory_gib(device: torch.device) -> float:
 
 def rank_memory(config: Config, topology: Topology, target_config: Any, drafter: DrafterConfig, device: str) -> dict:
     """Bytes that each role needs at the least, as {role: {part: bytes}}; activations are not counted."""
-    bytes_per_value = torch_dtype(config.target.dtype, torch.device(device)).itemsize
+    dtype = torch_dtype(config.target.dtype, torch.device(device))
     hidden, vocab = drafter.hidden_size, drafter.vocab_size
-    slots = config.schedule.ring_slots
     objective = Objective.of(config.objective)
-    slot = config.schedule.token_budget * hidden * objective.captured_states(drafter) * bytes_per_value
+    wire = WireFormat(config.schedule.wire, objective.captured_states(drafter), hidden, dtype)
+    features = config.schedule.token_budget * wire.features * dtype.itemsize
+    ring = config.schedule.ring_slots * config.schedule.token_budget * wire.bytes_per_token
     run_layers = drafter.num_target_layers if objective.needs_last_state else drafter.target_layer_ids[-1] + 1
-    layers = _decoder_parameters(target_config, run_layers) * bytes_per_value
+    layers = _decoder_parameters(target_config, run_layers) * dtype.itemsize
     target = {"target layers": layers}
     train = {
-        "drafter masters, gradients, moments": drafter_parameters(drafter) * MASTER_BYTES,
-        "embedding and head": (1 if target_config.tie_word_embeddings else 2) * vocab * hidden * bytes_per_value,
+        **_drafter_memory(drafter, topology.num_drafters if config.train.shard == "fsdp" else 1),
+        "embedding and head": (1 if target_config.tie_word_embeddings else 2) * vocab * hidden * dtype.itemsize,
     }
     if topology.shared:
-        return {"target+drafter": {**target, **train, "features": slot}}
+        return {"target+drafter": {**target, **train, "features": features}}
+    if wire.kind == "fp8":
+        train["unpacked features"] = features
     return {
-        "target": {**target, "ring to each drafter": slot * slots * topology.drafters},
-        "drafter": {**train, "ring from each target": slot * slots * topology.targets},
+        "target": {**target, "ring to each drafter": ring * topology.drafters},
+        "drafter": {**train, "ring from each target": ring * topology.targets},
     }
 
 
@@ -75,6 +82,18 @@ def drafter_parameters(drafter: DrafterConfig) -> int:
     attention = hidden * head * (2 * drafter.num_attention_heads + 2 * drafter.num_key_value_heads) + 2 * head
     layer = attention + 3 * hidden * drafter.intermediate_size + 2 * hidden
     return drafter.num_hidden_layers * layer + len(drafter.target_layer_ids) * hidden**2 + 2 * hidden
+
+
+def _drafter_memory(drafter: DrafterConfig, shards: int) -> dict[str, float]:
+    """Bytes, by part, that the drafter's parameters take on a rank that keeps one of `shards` equal shares of them."""
+    parameters = drafter_parameters(drafter)
+    memory: dict[str, float] = {"drafter masters, gradients, moments": parameters * MASTER_BYTES / shards}
+    if shards > 1:
+        with torch.device("meta"):
+            units = DFlashDrafter(drafter).modules_of_blocks()
+        sizes = [sum(p.numel() for module in unit for p in module.parameters()) for unit in units]
+        memory["gathered weights and gradients"] = (parameters - sum(sizes) + max(sizes)) * GATHERED_BYTES
+    return memory
 
 
 def _decoder_parameters(target_config: Any, layers: int) -> int:

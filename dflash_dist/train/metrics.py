@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import shlex
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TextIO
 
@@ -86,25 +87,39 @@ class MetricsWriter:
         os.replace(part, path)
 
     def write(self, row: Mapping[str, float | None]) -> None:
-        """Append the row, which holds at least `step`; a number that is not finite is written as null."""
+        """Append the row, which holds at least `step`; a number that is not finite is written as null.
+
+        UserError where the disk is full.
+        """
         plain = {key: _finite(value) for key, value in row.items()}
-        if self._file is None:
-            self.run_folder.mkdir(parents=True, exist_ok=True)
-            self._file = (self.run_folder / METRICS_FILE).open("a", encoding="utf-8")
-        self._file.write(json.dumps(plain, allow_nan=False) + "\n")
-        self._file.flush()
-        self._write_board(plain)
+        with self._full_disk_told():
+            if self._file is None:
+                self.run_folder.mkdir(parents=True, exist_ok=True)
+                self._file = (self.run_folder / METRICS_FILE).open("a", encoding="utf-8")
+            self._file.write(json.dumps(plain, allow_nan=False) + "\n")
+            self._file.flush()
+            self._write_board(plain)
         self._display.show(plain)
 
     def close(self) -> None:
-        """Stop the display and flush both files; a second call does nothing."""
+        """Stop the display and flush both files, UserError where the disk is full; a second call does nothing."""
         self._display.close()
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-        if self._board is not None:
-            self._board.close()
-            self._board = None
+        file, board = self._file, self._board
+        self._file = self._board = None
+        with self._full_disk_told():
+            if file is not None:
+                file.close()
+            if board is not None:
+                board.close()
+
+    @contextlib.contextmanager
+    def _full_disk_told(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise UserError(
+                f"metrics in {self.run_folder} cannot be written: {error}; free some space and start again to resume"
+            ) from None
 
     def _write_board(self, row: Mapping[str, float | None]) -> None:
         if self._board is None:

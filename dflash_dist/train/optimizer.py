@@ -1,43 +1,45 @@
-"""AdamW on fp32 masters with warm-up and cosine, and gradients that are summed over drafter ranks once a step."""
+"""AdamW on fp32 masters with warm-up and cosine, and gradients that are summed over the drafter ranks."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from contextlib import AbstractContextManager
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from dflash_dist.config import TrainConfig
+from dflash_dist.drafter.model import DFlashDrafter
+from dflash_dist.train.gradients import Gradients, ReplicatedGradients, ShardedGradients, as_sharded
 
 
 class Optimizer:
     """Steps a drafter whose gradients are unnormalised sums over the batches of all drafter ranks.
 
-    All gradients are views of one flat buffer: one all-reduce, one norm, one scaling a step, and no allocation.
+    Where the drafter is sharded, each rank steps its shards, with what the ranks agree on: norm, rate, and whether to.
     A gradient that is not finite leaves weights and moments untouched, on the device, without a look from the host.
     """
 
     def __init__(
-        self, model: nn.Module, settings: TrainConfig, total_steps: int, group: dist.ProcessGroup | None
+        self, model: DFlashDrafter, settings: TrainConfig, total_steps: int, group: dist.ProcessGroup | None
     ) -> None:
-        self._settings, self._total_steps, self._group = settings, total_steps, group
-        parameters = [p for p in model.parameters() if p.requires_grad]
-        device = parameters[0].device
-        self._flat = torch.zeros(sum(p.numel() for p in parameters), dtype=torch.float32, device=device)
-        offset = 0
-        for parameter in parameters:
-            assert parameter.dtype == torch.float32, "masters are fp32: bf16 ones freeze the norms"
-            parameter.grad = self._flat[offset : offset + parameter.numel()].view_as(parameter)
-            offset += parameter.numel()
+        self._settings, self._total_steps = settings, total_steps
+        self._parameters = dict(model.parameters_by_backward())
+        parameters = list(self._parameters.values())
+        shards = [parameter for parameter in parameters if isinstance(parameter, DTensor)]
+        self._gradients: Gradients = (
+            ShardedGradients(model, shards) if shards else ReplicatedGradients(parameters, group)
+        )
         self._adamw = torch.optim.AdamW(
-            parameters,
+            self._gradients.masters,
             lr=settings.learning_rate,
             betas=(settings.betas[0], settings.betas[1]),
             weight_decay=settings.weight_decay,
             fused=True,
         )
+        self._update_nothing()
 
     def learning_rate(self, step: int) -> float:
         """The rate of step `step`, from 1: linear warm-up, then cosine to the least rate at the last step."""
@@ -48,31 +50,34 @@ class Optimizer:
         share = (step - warmup_steps) / max(1, self._total_steps - warmup_steps)
         return peak * (floor + (1 - floor) * (1 + math.cos(math.pi * share)) / 2)
 
-    def warm_up(self) -> None:
-        """Launches the update's kernels once without an update: a first launch may have to wait for the device."""
-        self._flat.zero_()
-        self._adamw.found_inf = torch.ones((), device=self._flat.device)  # type: ignore[attr-defined]
-        self._adamw.step()
-
     def zero_grad(self) -> None:
         """Clears the gradients in place."""
-        self._flat.zero_()
+        self._gradients.zero()
+
+    def overlap(self, last: bool) -> AbstractContextManager[None]:
+        """A context for the backward pass of a batch; `last`: of this rank's last batch in the step.
+
+        Within the last one's, the sum over ranks begins with each part of the gradient that is complete.
+        """
+        return self._gradients.overlap(last)
 
     def gradient_is_finite(self) -> Tensor:
-        """fp32 scalar on the device: 1 where the gradient summed so far is finite, else 0."""
-        return self._flat.sum().isfinite().float()
+        """fp32 scalar on the device: 1 where the gradient that this rank has summed so far is finite, else 0."""
+        return self._gradients.own_is_finite()
+
+    def reduce(self) -> None:
+        """Ends the sum of the gradient over ranks: once a step, on every rank at the same place."""
+        self._gradients.reduce()
 
     def step(self, step: int, stats: Tensor, total_weight: Tensor) -> Tensor:
         """Averages, clips and applies the gradient; returns fp32 [2] on the device: gradient norm, 1 if skipped.
 
         `total_weight` is the loss's denominator over all ranks. `stats` is what must be finite beside the gradient.
         """
-        if self._group is not None:
-            dist.all_reduce(self._flat, group=self._group)
-        self._flat.div_(total_weight.clamp_min(1e-12))
-        norm = torch.linalg.vector_norm(self._flat)
+        gradient = self._gradients.flat.div_(total_weight.clamp_min(1e-12))
+        norm = self._gradients.norm()
         bad = (~(norm.isfinite() & stats.isfinite().all())).float()
-        self._flat.mul_((self._settings.clip_norm / (norm + 1e-6)).clamp_max(1.0))
+        gradient.mul_((self._settings.clip_norm / (norm + 1e-6)).clamp_max(1.0))
         for param_group in self._adamw.param_groups:
             param_group["lr"] = self.learning_rate(step)
         # The fused kernel's own switch for mixed precision: a set flag makes the step a no-op on the device.
@@ -80,10 +85,29 @@ class Optimizer:
         self._adamw.step()
         return torch.stack([norm, bad])
 
-    def state_dict(self) -> dict[str, Any]:
-        """AdamW's moments and step counts."""
-        return self._adamw.state_dict()
+    def state_tensors(self) -> dict[str, Tensor]:
+        """AdamW's live state, flat: `exp_avg.<parameter>`, `exp_avg_sq.<parameter>` and `step.<parameter>`, all fp32.
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what `state_dict` gave."""
-        self._adamw.load_state_dict(state)
+        The first two are of the parameter's shape, and sharded as it is; the third is 0-dim. Writing into them, as
+        torch.distributed.checkpoint does in loading, is as good as `load_state_tensors`.
+        """
+        tensors = {}
+        for (name, parameter), master in zip(self._parameters.items(), self._gradients.masters, strict=True):
+            for kind, tensor in self._adamw.state[master].items():
+                if isinstance(parameter, DTensor) and kind != "step":
+                    tensor = as_sharded(tensor, parameter)
+                tensors[f"{kind}.{name}"] = tensor
+        return tensors
+
+    @torch.no_grad()
+    def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
+        """Copies what `state_tensors` gave, here or in another process, into the state."""
+        own = self.state_tensors()
+        assert own.keys() == tensors.keys(), f"state of other parameters: {sorted(own.keys() ^ tensors.keys())}"
+        for name, tensor in own.items():
+            tensor.copy_(tensors[name])
+
+    def _update_nothing(self) -> None:
+        """Makes the moments, and launches the update's kernels once: a first launch may have to wait for the device."""
+        self._adamw.found_inf = torch.ones((), device=self._gradients.flat.device)  # type: ignore[attr-defined]
+        self._adamw.step()

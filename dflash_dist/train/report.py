@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 import time
@@ -13,14 +14,15 @@ import torch
 from torch import Tensor
 
 from dflash_dist.channel import WaitClock
+from dflash_dist.config import config_text
 from dflash_dist.drafter.loss import SUMS
-from dflash_dist.drafter.model import DFlashDrafter
 from dflash_dist.errors import RunFailed
-from dflash_dist.train.checkpoint import save_checkpoint
+from dflash_dist.train.checkpoint_writer import CheckpointWriter
 from dflash_dist.train.context import RankContext
 from dflash_dist.train.memory import used_memory_gib
 from dflash_dist.train.metrics import GpuMeter, MetricsWriter, read_metrics
 from dflash_dist.train.optimizer import Optimizer
+from dflash_dist.train.run_folder import ENVIRONMENT
 from dflash_dist.train.sources import ChannelSource, FeatureSource
 from dflash_profiling.record import span
 
@@ -62,6 +64,8 @@ class _Pending:
     stats: HostCopy
     outcome: HostCopy
     validation: HostCopy | None = None
+    checkpoint: bool = False
+    """Whether the state after this step was copied, to be written as soon as the step is known to be sound."""
 
 
 class StepReports:
@@ -70,21 +74,29 @@ class StepReports:
     def __init__(
         self,
         context: RankContext,
-        model: DFlashDrafter,
         optimizer: Optimizer,
         source: FeatureSource,
         clock: WaitClock,
         writer: MetricsWriter | None,
+        checkpoints: CheckpointWriter | None,
     ) -> None:
-        self._context, self._model, self._optimizer = context, model, optimizer
-        self._writer = writer
+        """`writer`: on the first drafter rank. `checkpoints`: where this rank holds what no other one writes."""
+        self._context, self._optimizer = context, optimizer
+        self._writer, self._checkpoints = writer, checkpoints
         self._clock = clock
         self._meter = Meter(context, source, HostCopy(torch.zeros(1, device=context.device)))
         self._pending: deque[_Pending] = deque()
         self._sums = torch.zeros(len(SUMS))
+        self._begun_with = {
+            "drafter": context.drafter.to_json(),
+            "config": config_text(context.config),
+            "environment": json.loads((context.run_folder / ENVIRONMENT).read_text(encoding="utf-8")),
+        }
 
     def add(self, step: int, stats: Tensor, outcome: Tensor) -> None:
         """Takes a step's [batches, sums + finite flag] and [gradient norm, 1 if skipped]."""
+        if self._checkpoints:
+            self._checkpoints.poll()
         self._pending.append(_Pending(step, self._clock.mark(), HostCopy(stats), HostCopy(outcome)))
         while len(self._pending) > LAG_STEPS:
             self._finish(self._pending.popleft())
@@ -100,23 +112,22 @@ class StepReports:
             self._context.control.lead_stop(step, LAG_STEPS)
 
     def checkpoint(self, step: int) -> None:
-        """Saves step `step`, once it is known that every step up to it was sound."""
-        while self._pending:
-            pending = self._pending.popleft()
-            self._finish(pending, row_due=pending.step == step)
-        if self._context.leads:
+        """Has the state after `step`, as it is now, written once it is known that every step up to it was sound."""
+        assert self._pending[-1].step == step
+        self._pending[-1].checkpoint = True
+        if self._checkpoints:
             with span("checkpoint"):
-                save_checkpoint(
-                    self._context.run_folder / "checkpoints",
-                    step,
-                    self._model,
-                    self._optimizer.state_dict(),
-                    self._context.drafter,
-                    self._context.config.train.keep_checkpoints,
-                )
+                self._checkpoints.copy()
 
-    def _finish(self, pending: _Pending, *, row_due: bool = False) -> None:
-        """Checks a step's numbers and writes a row where one is due: at a checkpoint always.
+    def finish(self) -> None:
+        """Ends the last step's checks and the last checkpoint."""
+        while self._pending:
+            self._finish(self._pending.popleft())
+        if self._checkpoints:
+            self._checkpoints.wait()
+
+    def _finish(self, pending: _Pending) -> None:
+        """Checks a step's numbers, and writes the row and the checkpoint that are due: a row before each checkpoint.
 
         So each row covers the steps since the row before it, also where the run was killed between two of them.
         """
@@ -129,19 +140,48 @@ class StepReports:
         val_loss = means(pending.validation.get())["loss"] if pending.validation else None
         if val_loss is not None and not math.isfinite(val_loss):
             self._refuse_validation(pending.step)
+        log_every = self._context.config.train.log_every
         if self._writer is None:
             self._context.control.publish(memory_gib=used_memory_gib(self._context.device))
-            return
-        if not row_due and pending.step % self._context.config.train.log_every and pending.validation is None:
-            return
+        elif pending.checkpoint or pending.validation is not None or pending.step % log_every == 0:
+            self._write_row(self._writer, pending, val_loss, grad_norm, wait_s)
+        if pending.checkpoint and self._checkpoints:
+            self._checkpoints.write(self._run_state(pending.step, val_loss))
+
+    def _write_row(
+        self, writer: MetricsWriter, pending: _Pending, val_loss: float | None, grad_norm: float, wait_s: float
+    ) -> None:
+        """Writes the line of metrics since the one before."""
         row = {"step": pending.step, **means(self._sums)}
         if pending.validation is not None:
             row["val_loss"] = val_loss
         row |= self._meter.row(pending.step, pending.outcome, wait_s)
         row["learning_rate"] = self._optimizer.learning_rate(pending.step)
         row["grad_norm"] = grad_norm if math.isfinite(grad_norm) else None
-        self._writer.write(row)
+        writer.write(row)
         self._sums.zero_()
+
+    def _run_state(self, step: int, val_loss: float | None) -> dict[str, Any]:
+        """Where the run stands after `step`, as a checkpoint tells it beside its tensors."""
+        schedule, seed = self._context.schedule, self._context.config.train.seed
+        epoch = schedule.epoch_of(step)
+        return {
+            "step": step,
+            "val_loss": val_loss if val_loss is not None and math.isfinite(val_loss) else None,
+            "scheduler": {
+                "kind": "cosine",
+                "learning_rate": self._optimizer.learning_rate(step),
+                "total_steps": schedule.total_steps,
+            },
+            "schedule": {
+                "epoch": epoch,
+                "step": step,
+                "batches": int(schedule.batches_after[step]),
+                "tokens": int(schedule.tokens_after[step]),
+            },
+            "keys": {"seed": seed, "epoch": epoch},
+            **self._begun_with,
+        }
 
     def _refuse(self, step: int, stats: Tensor) -> None:
         """Names what was not finite; stops the run unless the config says to go on without the step."""
@@ -212,7 +252,8 @@ class Meter:
         elapsed_s = max(end.seconds_since(self._last), 1e-9)
         self._time_s += elapsed_s
         tokens = int(tokens_after[step] - tokens_after[self._last_step])
-        batches = sum(self._context.schedule.batches_of(s) for s in range(self._last_step + 1, step + 1))
+        batches_after = self._context.schedule.batches_after
+        batches = int(batches_after[step] - batches_after[self._last_step])
         row = {
             "tokens": int(tokens_after[step]),
             "ktok_s": tokens / elapsed_s / 1000,
@@ -233,7 +274,7 @@ class Meter:
         if context.topology.shared:
             return {"target_wait": 0.0, "ring_depth": 0.0, "target_batches_s": batches_s}
         waits, rates, depths = [], [], []
-        for target in range(context.topology.targets):
+        for target in range(context.topology.num_targets):
             now = context.control.progress(context.topology.target_rank(target))
             last = self._last_progress.get(target, dict.fromkeys(now, 0.0))
             if now and now["time_s"] > last["time_s"]:
@@ -242,6 +283,7 @@ class Meter:
                 rates.append((now["batches"] - last["batches"]) / span_s)
             if now:
                 self._last_progress[target] = now
+            if now and target in self._channels:
                 depths.append(self._channels[target].depth(now["sent/0"]))
         if waits:
             self._target_wait, self._target_batches_s = sum(waits) / len(waits), sum(rates)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import os
 import signal
 from collections.abc import Callable
@@ -10,7 +9,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.rendezvous import rendezvous
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from dflash_dist.channel import ReceiveChannel, SendChannel, WaitClock, open_pair_groups, ring
 from dflash_dist.config import Config
@@ -20,22 +20,25 @@ from dflash_dist.export.plain import load_drafter
 from dflash_dist.target.capture import TargetForward
 from dflash_dist.target.load import load_ends
 from dflash_dist.topology import Topology
-from dflash_dist.train.checkpoint import newest_checkpoint
+from dflash_dist.train.checkpoint import Checkpoint, drafter_tensors, newest_checkpoint
+from dflash_dist.train.checkpoint_writer import CheckpointWriter
 from dflash_dist.train.context import RankContext
 from dflash_dist.train.control import Control
-from dflash_dist.train.drafter_loop import drafter_loop, warm_up
+from dflash_dist.train.drafter_loop import drafter_loop, warm_up, zero_source
+from dflash_dist.train.gradients import shard_drafter
 from dflash_dist.train.inputs import resolve_inputs
+from dflash_dist.train.liveness import Watch
 from dflash_dist.train.metrics import MetricsWriter
 from dflash_dist.train.optimizer import Optimizer
+from dflash_dist.train.rendezvous import START_TIMEOUT, World, join_world
 from dflash_dist.train.report import StepReports
-from dflash_dist.train.sources import ChannelSource, FeatureSource, LocalSource
+from dflash_dist.train.sources import ChannelSource, FeatureSource, FilledSource, LocalSource
 from dflash_dist.train.target_loop import load_documents, message_sizes, target_loop
+from dflash_dist.wire import Unpacker, WireFormat
 from dflash_profiling.record import TraceWindow
 
 FLEX_MIN_HEAD_DIM = 16
 """Compiled flex attention takes no smaller heads."""
-START_TIMEOUT = datetime.timedelta(minutes=30)
-"""The other ranks may wait this long for a target of tens of GiB to be read."""
 
 
 def run_rank(
@@ -51,31 +54,24 @@ def run_rank(
     Each of `signals` asks for a checkpoint and an orderly end. Rank 0 calls `begin` before the others go on.
     """
     device = _device(device_type)
-    store, rank, world_size = next(rendezvous("env://", timeout=START_TIMEOUT))
-    if world_size != topology.world_size:
-        raise UserError(f"topology {topology} has {topology.world_size} ranks, but torchrun started {world_size}")
-    control = Control(dist.PrefixStore("control", store), rank, topology)
+    world = join_world(topology)
+    watch = Watch(world.watch_store, world.rank, topology)
+    control = Control(dist.PrefixStore("control", world.store), world.rank)
     control.listen(signals)
-    if rank == 0:
-        begin()
-    control.agree_on("begin", "")
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(
-        backend, store=dist.PrefixStore("groups", store), rank=rank, world_size=world_size, timeout=START_TIMEOUT
-    )
-    context = _context(config, topology, rank, device, run_folder, control)
-    control.agree_on("schedule", context.schedule.fingerprint())
-    clock = WaitClock(device)
+    watch.start(orphaned=control.ask_stop)
     try:
-        if topology.drafter_of(rank) is None:
-            _run_target(context, clock)
-        else:
-            _run_drafter(context, clock)
-    finally:
-        context.trace.close()
-    dist.barrier()
-    dist.destroy_process_group()
-    return rank
+        if world.rank == 0:
+            begin()
+        control.agree_on("begin", "")
+        _init_process_group(world, topology, device)
+        context = _context(config, topology, world.rank, device, run_folder, control, watch)
+        control.agree_on("schedule", context.schedule.fingerprint())
+        _play(context)
+    except Exception as error:
+        watch.failed(error)
+        raise
+    watch.stop()
+    return world.rank
 
 
 def _device(device_type: str) -> torch.device:
@@ -86,13 +82,44 @@ def _device(device_type: str) -> torch.device:
     return device
 
 
+def _init_process_group(world: World, topology: Topology, device: torch.device) -> None:
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(
+        backend,
+        store=dist.PrefixStore("groups", world.store),
+        rank=world.rank,
+        world_size=topology.world_size,
+        timeout=START_TIMEOUT,
+    )
+
+
+def _play(context: RankContext) -> None:
+    """This rank's role, to the end of the run."""
+    clock = WaitClock(context.device)
+    try:
+        if context.topology.drafter_of(context.rank) is None:
+            _run_target(context, clock)
+        else:
+            _run_drafter(context, clock)
+    finally:
+        context.trace.close()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 def _context(
-    config: Config, topology: Topology, rank: int, device: torch.device, run_folder: Path, control: Control
+    config: Config,
+    topology: Topology,
+    rank: int,
+    device: torch.device,
+    run_folder: Path,
+    control: Control,
+    watch: Watch,
 ) -> RankContext:
     inputs = resolve_inputs(config, topology)
     checkpoint = newest_checkpoint(run_folder / "checkpoints")
     control.agree_on("resumed step", str(checkpoint.step if checkpoint else 0))
-    drafter_ranks = sorted({topology.drafter_rank(d) for d in range(topology.drafters)})
+    drafter_ranks = [topology.drafter_rank(d) for d in range(topology.num_drafters)]
     return RankContext(
         config=config,
         topology=topology,
@@ -104,6 +131,7 @@ def _context(
         schedule=inputs.schedule,
         drafter=inputs.drafter,
         control=control,
+        watch=watch,
         trace=TraceWindow(
             run_folder / "profile",
             rank=rank,
@@ -112,15 +140,21 @@ def _context(
             steps=config.profile.steps,
             metadata={"topology": str(topology), "pairs": topology.pairs(), "schedule": inputs.schedule.fingerprint()},
         ),
-        drafter_group=_connected_group(drafter_ranks, rank, device) if topology.drafters > 1 else None,
+        drafter_group=_connected_group(drafter_ranks, rank, device),
+        host_group=_connected_group(drafter_ranks, rank, torch.device("cpu")),
         pair_groups=open_pair_groups(topology, rank, device),
         start_step=checkpoint.step if checkpoint else 0,
     )
 
 
-def _connected_group(ranks: list[int], rank: int, device: torch.device) -> dist.ProcessGroup:
-    """A group whose communicator is set up already: later it would have to be while receives wait on the device."""
-    group = dist.new_group(ranks)
+def _connected_group(ranks: list[int], rank: int, device: torch.device) -> dist.ProcessGroup | None:
+    """A group whose communicator is set up already: later it would have to be while receives wait on the device.
+
+    None where there is but one rank.
+    """
+    if len(ranks) == 1:
+        return None
+    group = dist.new_group(ranks, backend="gloo" if device.type == "cpu" else None)
     assert group is not None
     if rank in ranks:
         dist.all_reduce(torch.zeros(1, device=device), group=group)
@@ -131,11 +165,10 @@ def _connected_group(ranks: list[int], rank: int, device: torch.device) -> dist.
 
 def _run_target(context: RankContext, clock: WaitClock) -> None:
     forward = _target_forward(context)
-    settings = context.config.schedule
     channels = {}
-    for drafter in range(context.topology.drafters):
+    for drafter in context.topology.drafters_beside(context.target_number):
         peer = context.topology.drafter_rank(drafter)
-        slots = ring(settings.ring_slots, settings.token_budget, forward.features, forward.dtype, context.device)
+        slots = _ring(context, forward.wire)
         channels[drafter] = SendChannel(peer, context.pair_groups[context.rank, peer], slots, clock)
     if context.device.type == "cuda":
         _warm_up_target(context, forward, channels)
@@ -150,12 +183,16 @@ def _target_forward(context: RankContext) -> TargetForward:
         context.drafter.target_layer_ids,
         context.device,
         last_state=context.objective.needs_last_state,
+        wire="full" if context.topology.shared else context.config.schedule.wire,
     )
 
 
 def _warm_up_target(context: RankContext, forward: TargetForward, channels: dict[int, SendChannel]) -> None:
     """Compiles and tunes the target's kernels on the first batch, before the first message."""
-    work = next((w for w in context.schedule.work(context.start_step) if w.target == context.rank), None)
+    work = next(
+        (w for w in context.schedule.work(context.start_step) if w.target == context.target_number and not w.is_filler),
+        None,
+    )
     if work is not None:
         slot_MF = next(iter(channels.values())).acquire()
         forward.capture(*load_documents(context.store, work), slot_MF[: work.tokens])
@@ -167,33 +204,66 @@ def _run_drafter(context: RankContext, clock: WaitClock) -> None:
     model = _model(context, fresh=checkpoint is None)
     ends = load_ends(context.target_folder, config.target, device)
     optimizer = Optimizer(model, config.train, context.schedule.total_steps, context.drafter_group)
+    tensors = drafter_tensors(model) | optimizer.state_tensors()
+    if checkpoint:
+        _resume(context, checkpoint, tensors)
+    checkpoints = _checkpoint_writer(context, tensors)
     if device.type == "cuda":
         warm_up(context, model, ends)
-        optimizer.warm_up()
-    if checkpoint:
-        checkpoint.load_weights(model)
-        optimizer.load_state_dict(checkpoint.load_moments())
-    forward = None
+    wire = WireFormat(
+        config.schedule.wire,
+        context.objective.captured_states(context.drafter),
+        context.drafter.hidden_size,
+        ends.head_weight.dtype,
+    )
+    forward = unpacker = None
     if context.topology.shared:
         forward = _target_forward(context)
+    elif wire.kind == "fp8":
+        unpacker = Unpacker(wire, config.schedule.token_budget, device)
     dist.barrier()
     source: FeatureSource = (
         LocalSource(forward, config.schedule.token_budget, device)
         if forward
-        else ChannelSource(_receive_channels(context, ends.head_weight.dtype, clock))
+        else ChannelSource(_receive_channels(context, wire, clock), unpacker)
     )
     writer = None
     if context.leads:
         writer = MetricsWriter(context.run_folder, context.schedule.total_steps)
         writer.truncate_after(context.start_step)
-    reports = StepReports(context, model, optimizer, source, clock, writer)
+    reports = StepReports(context, optimizer, source, clock, writer, checkpoints)
     try:
-        drafter_loop(context, source, model, ends, optimizer, reports)
+        drafter_loop(context, FilledSource(source, zero_source(context, ends)), model, ends, optimizer, reports)
+        reports.finish()
     finally:
+        if checkpoints:
+            checkpoints.close()
         if writer:
             writer.close()
     if isinstance(source, ChannelSource):
         _drain(context, source)
+
+
+def _resume(context: RankContext, checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> None:
+    """Takes the state from the checkpoint; UserError where the schedule would not go on where it stopped."""
+    schedule = context.schedule
+    tokens = int(schedule.tokens_after[min(checkpoint.step, schedule.total_steps)])
+    if tokens != checkpoint.tokens:
+        raise UserError(
+            f"checkpoint {checkpoint.folder} was written after {checkpoint.tokens} tokens, but the schedule now has "
+            f"{tokens} by that step: another dflash-dist packed the batches; go on with that one, or begin anew with "
+            "--run NAME"
+        )
+    checkpoint.load(tensors)
+
+
+def _checkpoint_writer(context: RankContext, tensors: dict[str, Tensor]) -> CheckpointWriter | None:
+    """On the first drafter rank, or where the drafter is sharded on each of them."""
+    sharded = any(isinstance(tensor, DTensor) for tensor in tensors.values())
+    if not sharded and not context.leads:
+        return None
+    keep = context.config.train.keep_checkpoints
+    return CheckpointWriter(context.run_folder / "checkpoints", tensors, keep, context.host_group if sharded else None)
 
 
 def _model(context: RankContext, fresh: bool) -> DFlashDrafter:
@@ -208,27 +278,33 @@ def _model(context: RankContext, fresh: bool) -> DFlashDrafter:
         model.load_state_dict(load_drafter(Path(settings.init_from)).state_dict())
     else:
         model.init_weights(settings.seed)
+    if settings.shard == "fsdp" and context.drafter_group is not None:
+        shard_drafter(model, context.drafter_group, context.device)
     return model.to(context.device)
 
 
-def _receive_channels(context: RankContext, dtype: torch.dtype, clock: WaitClock) -> dict[int, ReceiveChannel]:
-    settings, drafter = context.config.schedule, context.topology.drafter_of(context.rank)
-    assert drafter is not None
-    features = context.drafter.hidden_size * context.objective.captured_states(context.drafter)
+def _ring(context: RankContext, wire: WireFormat) -> list[torch.Tensor]:
+    settings = context.config.schedule
+    return ring(settings.ring_slots, settings.token_budget, wire.row_size, wire.slot_dtype, context.device)
+
+
+def _receive_channels(context: RankContext, wire: WireFormat, clock: WaitClock) -> dict[int, ReceiveChannel]:
+    drafter = context.drafter_number
     channels = {}
-    for target in range(context.topology.targets):
+    for target in context.topology.targets_beside(drafter):
         peer = context.topology.target_rank(target)
         sizes = message_sizes(context, target, drafter)
-        slots = ring(settings.ring_slots, settings.token_budget, features, dtype, context.device)
+        slots = _ring(context, wire)
         channels[target] = ReceiveChannel(peer, context.pair_groups[peer, context.rank], slots, clock, sizes)
     return channels
 
 
 def _drain(context: RankContext, source: ChannelSource) -> None:
     """Takes what target ranks had sent ahead when the run was stopped, until the last of them knows and has ended."""
-    drafter = context.topology.drafter_of(context.rank)
+    drafter = context.drafter_number
+    targets = [context.topology.target_rank(target) for target in source.channels]
     while True:
-        done = context.control.targets_done()  # read first: what is sent before it is counted below
+        done = context.control.are_done(targets)  # read first: what is sent before it is counted below
         for target, channel in source.channels.items():
             progress = context.control.progress(context.topology.target_rank(target))
             while channel.received < progress.get(f"sent/{drafter}", 0):

@@ -1,6 +1,7 @@
 """Where a drafter rank's hidden states come from: a target rank's channel, or a target on the rank itself.
 
-Shape suffixes: M most tokens of a batch, T tokens of this one (padded where shapes are fixed), F captured features.
+Shape suffixes: M most tokens of a batch, T tokens of this one (padded where shapes are fixed), F captured features, W
+values of a row of the wire format.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dflash_dist.channel import ReceiveChannel, ring
 from dflash_dist.data.schedule import Work
 from dflash_dist.target.capture import TargetForward
 from dflash_dist.train.batches import DrafterBatch
+from dflash_dist.wire import Unpacker
 
 
 class FeatureSource(Protocol):
@@ -29,19 +31,27 @@ class FeatureSource(Protocol):
 
 
 class ChannelSource:
-    """Features from target ranks."""
+    """Features from target ranks. Where they are unpacked first, the slot goes back as soon as that is queued."""
 
-    def __init__(self, channels: dict[int, ReceiveChannel]) -> None:
+    def __init__(self, channels: dict[int, ReceiveChannel], unpacker: Unpacker | None) -> None:
         self.channels = channels
         """By target number."""
+        self._unpacker = unpacker
 
     def receive(self, work: Work, batch: DrafterBatch) -> Tensor:
         """See FeatureSource."""
-        return _real_rows(self.channels[work.target].receive(), work, batch)
+        channel = self.channels[work.target]
+        received_MW = channel.receive()
+        if self._unpacker is None:
+            return _real_rows(received_MW, work, batch)
+        features_MF = self._unpacker(received_MW[: work.tokens])
+        channel.release()
+        return _real_rows(features_MF, work, batch)
 
     def release(self, work: Work) -> None:
         """See FeatureSource."""
-        self.channels[work.target].release()
+        if self._unpacker is None:
+            self.channels[work.target].release()
 
 
 class LocalSource:
@@ -61,7 +71,7 @@ class LocalSource:
 
 
 class ZeroSource:
-    """Features of zero, for warming up."""
+    """Features of zero, for warming up and for fillers."""
 
     def __init__(self, features: int, dtype: torch.dtype, device: torch.device) -> None:
         self._features, self._dtype, self._device = features, dtype, device
@@ -72,6 +82,22 @@ class ZeroSource:
 
     def release(self, work: Work) -> None:
         """See FeatureSource."""
+
+
+class FilledSource:
+    """Another source, but that a filler's features are zero instead of received."""
+
+    def __init__(self, source: FeatureSource, zeros: ZeroSource) -> None:
+        self._source, self._zeros = source, zeros
+
+    def receive(self, work: Work, batch: DrafterBatch) -> Tensor:
+        """See FeatureSource."""
+        return (self._zeros if work.is_filler else self._source).receive(work, batch)
+
+    def release(self, work: Work) -> None:
+        """See FeatureSource."""
+        if not work.is_filler:
+            self._source.release(work)
 
 
 def _real_rows(buffer_MF: Tensor, work: Work, batch: DrafterBatch) -> Tensor:

@@ -26,13 +26,15 @@ def target_loop(
 ) -> None:
     """Runs every batch that the schedule gives to this target and sends its states to the batch's drafter."""
     store, device, control = context.store, context.device, context.control
-    works = (work for work in context.schedule.work(context.start_step) if work.target == context.rank)
+    mine = context.target_number
+    works = (w for w in context.schedule.work(context.start_step) if w.target == mine and not w.is_filler)
     throttle = Throttle(device, depth=2)
     started_s = time.perf_counter()
     for work, (tokens_T, lengths_N) in prefetch(works, lambda work: load_documents(store, work), depth=2):
         stop_step = control.stop_step()
         if stop_step is not None and work.step > stop_step:
             break
+        context.watch.at(work.place)
         context.trace.advance(work.step)
         channel = channels[work.drafter]
         with span("wait_slot"):
@@ -61,7 +63,7 @@ def fill_posted(context: RankContext, drafter: int, channel: SendChannel) -> Non
     A receive that is never met would keep its stream, and so the end of the process group, waiting for ever. After the
     last step there is none.
     """
-    sizes = message_sizes(context, context.rank, drafter)
+    sizes = message_sizes(context, context.target_number, drafter)
     for tokens in itertools.islice(sizes, channel.sent, channel.sent + context.config.schedule.ring_slots):
         channel.acquire()
         channel.send(tokens)
@@ -70,7 +72,7 @@ def fill_posted(context: RankContext, drafter: int, channel: SendChannel) -> Non
 def message_sizes(context: RankContext, target: int, drafter: int) -> Iterator[int]:
     """Tokens of each message from one target to one drafter, in the global order."""
     for work in context.schedule.work(context.start_step):
-        if (work.target, work.drafter) == (target, drafter):
+        if (work.target, work.drafter) == (target, drafter) and not work.is_filler:
             yield work.tokens
 
 

@@ -9,6 +9,7 @@ import signal
 import sys
 import tempfile
 import uuid
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -18,6 +19,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from dflash_dist.errors import RunFailed, UserError
 from dflash_dist.topology import Topology
+from dflash_dist.train.liveness import WORLD_FOLDER, read_place, read_verdict
 
 LAUNCHED = "DFLASH_DIST_LAUNCHED"
 """Set in the environment of ranks that our own launcher started."""
@@ -50,18 +52,19 @@ def launch_world(topology: Topology, device_type: str, arguments: list[str], sto
     os.environ[LAUNCHED] = "1"
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if device_type == "cpu":
-        threads = max(1, (os.cpu_count() or 1) // topology.world_size)
+        threads = max(1, (os.cpu_count() or 1) // topology.ranks_per_node)
         os.environ.setdefault("OMP_NUM_THREADS", str(threads))
-    with tempfile.TemporaryDirectory(prefix="dflash_dist_") as errors_folder:
+    with tempfile.TemporaryDirectory(prefix="dflash_dist_") as folder:
+        os.environ[WORLD_FOLDER] = folder
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
-            nproc_per_node=topology.world_size,
+            nproc_per_node=topology.ranks_per_node,
             run_id=uuid.uuid4().hex,
             rdzv_backend="c10d",
             rdzv_endpoint="localhost:0",
             max_restarts=0,
-            logs_specs=DefaultLogsSpecs(errors_folder),
+            logs_specs=DefaultLogsSpecs(folder),
             signals_to_handle="SIGQUIT",  # the others are the stopper's
         )
         try:
@@ -71,7 +74,7 @@ def launch_world(topology: Topology, device_type: str, arguments: list[str], sto
             # rank it is a failure of its own, such as a full disk at the last checkpoint.
             too_early = any(failure.exitcode == -STOP_SIGNAL for failure in error.failures.values())
             if stopper.received is None or not too_early:
-                raise _first_cause(error, topology) from None
+                raise _first_cause(error, topology, Path(folder)) from None
         except SignalException:
             stopper.received = signal.SIGINT
             raise KeyboardInterrupt from None
@@ -125,18 +128,23 @@ def record_failure(error: BaseException) -> None:
     handler.record_exception(error)
 
 
-def _first_cause(error: ChildFailedError, topology: Topology) -> Exception:
-    """The failure that the others followed from: a rank that was killed, else the earliest."""
+def _first_cause(error: ChildFailedError, topology: Topology, folder: Path) -> Exception:
+    """The failure that the others followed from: what the ranks found, else who was killed, else the earliest."""
+    verdict = read_verdict(folder)
+    if verdict is not None:
+        return (UserError if verdict.user_error else RunFailed)(verdict.message)
     failures = list(error.failures.items())
     killed = [(rank, f) for rank, f in failures if f.exitcode < 0 and f.exitcode not in (-signal.SIGTERM, -STOP_SIGNAL)]
     rank, failure = killed[0] if killed else min(failures, key=lambda item: item[1].timestamp)
     message = _message(failure)
     if message.startswith(USER_ERROR):
         return UserError(message.removeprefix(USER_ERROR))
-    return RunFailed(f"rank {rank} ({topology.role(rank)}) {message}")
+    place = read_place(folder, rank)
+    return RunFailed(f"rank {rank} ({topology.role(rank)}) {message}; its last batch: {place}")
 
 
 def _message(failure: ProcessFailure) -> str:
+    """What became of a rank that ended before it could tell the others, or while it joined them."""
     if failure.exitcode < 0:
         return f"was killed by {signal.Signals(-failure.exitcode).name}"
     try:

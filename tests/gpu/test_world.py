@@ -1,5 +1,6 @@
 """The whole path on real GPUs: NCCL channels, compiled flex attention, fused AdamW, one rank a GPU."""
 
+import os
 import signal
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from dflash_dist.drafter.loss import Objective, block_sums
 from dflash_dist.drafter.model import DFlashDrafter
 from dflash_dist.target.load import TargetEnds
 from tests.ranks.cli import Running, dflash, metrics, train
+from tests.ranks.faults import INJECTOR, Fault, kill, stop, strike, throw
 from tests.tiny import make_chats, make_config, make_target
 
 pytestmark = [
@@ -127,3 +129,23 @@ def test_a_stop_over_nccl_ends_and_resumes(tmp_path: Path) -> None:
     assert 10 <= len(metrics(config, "run")) < steps
     train(config, "1-1", "run", "--device", "cuda", *overrides)
     assert [row["step"] for row in metrics(config, "run")] == list(range(1, steps + 1))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize(("fault", "rank"), [(stop, 0), (stop, 1), (kill, 1), (throw, 0)])
+def test_a_fault_over_nccl_is_named_and_the_run_resumes(tmp_path: Path, fault: Fault, rank: int) -> None:
+    """The others' streams wait for messages that never come; they end all the same."""
+    config = config_for(tmp_path)
+    overrides = ["train.epochs=1000", "train.checkpoint_every=20", "train.max_steps=4000"]
+    (tmp_path / "sitecustomize.py").write_text(INJECTOR, encoding="utf-8")
+    path = f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"
+    running = Running(config, "1-1", "run", "--device", "cuda", *overrides, FAULT_FOLDER=str(tmp_path), PYTHONPATH=path)
+    running.wait_for_step(50)
+    strike(running, fault, rank, ("target", "drafter")[rank], config)
+    done = len(metrics(config, "run"))
+    again = Running(config, "1-1", "run", "--device", "cuda", *overrides)
+    again.wait_for_step(done + 20)
+    again.send(signal.SIGTERM)
+    code, stderr = again.end()
+    assert code == 0, stderr
+    assert [row["step"] for row in metrics(config, "run")] == list(range(1, len(metrics(config, "run")) + 1))

@@ -14,7 +14,9 @@ from typing import Any
 
 import psutil
 import torch
-from safetensors.torch import load_file
+
+from dflash_dist.drafter.model import DFlashDrafter
+from dflash_dist.train.checkpoint import find_checkpoint
 
 BASE = [sys.executable, "-m", "dflash_dist"]
 ENVIRONMENT = {
@@ -50,7 +52,10 @@ def metrics(config: Path, run: str) -> list[dict[str, Any]]:
 
 def weights(config: Path, run: str, step: int) -> dict[str, torch.Tensor]:
     """The fp32 masters of a run's checkpoint."""
-    return load_file(config.parent / "runs" / run / "checkpoints" / f"step_{step:08d}" / "drafter.safetensors")
+    checkpoint = find_checkpoint(config.parent / "runs" / run / "checkpoints", str(step))
+    drafter = DFlashDrafter(checkpoint.drafter)
+    checkpoint.load_weights(drafter)
+    return drafter.state_dict()
 
 
 def assert_same_weights(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
@@ -63,14 +68,14 @@ def assert_same_weights(left: dict[str, torch.Tensor], right: dict[str, torch.Te
 class Running:
     """A `dflash-dist train` in the background, to be disturbed at a given step."""
 
-    def __init__(self, config: Path, topo: str, run: str, *overrides: str) -> None:
+    def __init__(self, config: Path, topo: str, run: str, *overrides: str, **environment: str) -> None:
         self._metrics = config.parent / "runs" / run / "metrics.jsonl"
         self._process = subprocess.Popen(
             [*BASE, "train", "--config", str(config), "--topo", topo, "--run", run, *overrides],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env=ENVIRONMENT,
+            env=ENVIRONMENT | environment,
             start_new_session=True,
         )
 

@@ -1,9 +1,12 @@
+import json
 import shutil
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from dflash_dist.train.checkpoint import find_checkpoint
 from tests.ranks.cli import Running, assert_same_weights, metrics, train, weights
 from tests.ranks.conftest import Maker
 from tests.ranks.test_bad_input import refused
@@ -131,6 +134,44 @@ def test_a_killed_rank_is_named_and_the_run_resumes_exactly(make: Maker, topo: s
     assert_same_weights(weights(config, "killed", STEPS), weights(config, "whole", STEPS))
 
 
+MOVES = [("2-1", "x1", "none")]
+FULL_MOVES = [("2-1", "1-2", "none"), ("2-1", "2-2", "none"), ("x2", "2-1", "none")]
+FULL_MOVES += [("1-2", "1-1", "fsdp"), ("x1", "x2", "fsdp")]
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "shard"), [*MOVES, *(pytest.param(*move, marks=pytest.mark.full) for move in FULL_MOVES)]
+)
+def test_a_run_goes_on_with_another_topology(make: Maker, first: str, then: str, shard: str) -> None:
+    config = make("qwen3")
+    overrides = [*OVERRIDES, f"train.shard={shard}"]
+    running = Running(config, first, "moved", *overrides)
+    running.wait_for_step(8)
+    running.send(signal.SIGINT)
+    running.end()
+    assert 8 <= len(metrics(config, "moved")) < STEPS
+    train(config, then, "moved", *overrides)
+    train(config, first, "whole", *overrides)
+    for left, right in zip(metrics(config, "moved"), metrics(config, "whole"), strict=True):
+        assert left["step"] == right["step"] and left["tokens"] == right["tokens"]
+        assert left["loss"] == pytest.approx(right["loss"], rel=1e-5), left["step"]
+    check_last_state(config.parent / "runs/moved", metrics(config, "moved"))
+
+
+def check_last_state(run: Path, rows: list[dict[str, Any]]) -> None:
+    """The last checkpoint tells where the run stood; the best one is still there."""
+    state = json.loads((run / f"checkpoints/step_{STEPS:08d}/state.json").read_text())
+    assert state["step"] == state["schedule"]["step"] == rows[-1]["step"]
+    assert state["schedule"]["tokens"] == rows[-1]["tokens"] and state["schedule"]["batches"] > 3 * STEPS
+    assert state["keys"] == {"seed": 0, "epoch": state["schedule"]["epoch"]} and state["keys"]["epoch"] > 1
+    assert state["scheduler"]["learning_rate"] == rows[-1]["learning_rate"]
+    assert state["val_loss"] == rows[-1]["val_loss"]
+    assert state["config"] == (run / "config.yaml").read_text()
+    assert state["environment"] == json.loads((run / "environment.json").read_text())
+    measured = {row["val_loss"]: row["step"] for row in rows if "val_loss" in row}
+    assert find_checkpoint(run / "checkpoints", "best").step == measured[min(measured)]
+
+
 def test_a_damaged_checkpoint_is_passed_over(make: Maker) -> None:
     config = make("qwen3")
     running = Running(config, "1-1", "run", *OVERRIDES)
@@ -138,7 +179,7 @@ def test_a_damaged_checkpoint_is_passed_over(make: Maker) -> None:
     running.send(signal.SIGINT)
     running.end()
     newest = sorted((config.parent / "runs/run/checkpoints").glob("step_*"))[-1]
-    with (newest / "drafter.safetensors").open("r+b") as file:
+    with (newest / "drafter-00000.safetensors").open("r+b") as file:
         file.truncate(100)
     done = train(config, "1-1", "run", *OVERRIDES)
     assert f"{newest.name} is damaged" in done.stderr

@@ -1,9 +1,6 @@
 """What the commands say of themselves, and from where they can be started."""
 
 import os
-import re
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,8 +12,6 @@ from dflash_dist.topology import parse_topology
 from dflash_dist.train import launch
 from dflash_dist.train.run_folder import SUMMARY
 from tests.tiny import make_config
-
-LAUNCHER = Path("launchers/torchrun.sh")
 
 
 @pytest.mark.parametrize("group", [[], ["profile"]], ids=["all", "profile"])
@@ -46,35 +41,3 @@ def test_one_rank_says_that_a_run_is_finished(
         monkeypatch.setitem(os.environ, "RANK", rank)
     assert launch.train(config, parse_topology("1-1"), "cpu", "done", []) == 0
     assert ("run done is finished" in capsys.readouterr().err) == says
-
-
-@pytest.fixture
-def launcher(tmp_path: Path) -> Path:
-    """The launcher in a checkout whose .venv has a torchrun that prints its arguments."""
-    fake = tmp_path / ".venv" / "bin" / "torchrun"
-    fake.parent.mkdir(parents=True)
-    fake.write_text('#!/bin/sh\necho "$@"\n')
-    fake.chmod(0o755)
-    (tmp_path / "launchers").mkdir()
-    return Path(shutil.copy(LAUNCHER, tmp_path / "launchers"))
-
-
-def launched(launcher: Path) -> subprocess.CompletedProcess[str]:
-    """`launchers/torchrun.sh 1-2 c.yaml` where the PATH has no torchrun."""
-    path = launcher.parent / "path"
-    path.mkdir()
-    (path / "dirname").symlink_to(str(shutil.which("dirname")))
-    command = [str(shutil.which("bash")), str(launcher), "1-2", "c.yaml"]
-    return subprocess.run(command, capture_output=True, text=True, env={"PATH": str(path)}, check=False)
-
-
-def test_the_launcher_takes_the_torchrun_of_the_checkout(launcher: Path) -> None:
-    done = launched(launcher)
-    expected = "--standalone --nproc-per-node 3 -m -- dflash_dist train --config c.yaml --topo 1-2\n"
-    assert (done.returncode, done.stdout) == (0, expected), done.stderr
-
-
-def test_the_launcher_says_how_to_come_by_a_torchrun(launcher: Path) -> None:
-    shutil.rmtree(launcher.parents[1] / ".venv")
-    done = launched(launcher)
-    assert done.returncode == 2 and re.fullmatch(r"error: torchrun is not .* make setup, .*\n", done.stderr)

@@ -4,20 +4,20 @@ import signal
 import pytest
 import torch.distributed as dist
 
-from dflash_dist.topology import parse_topology
 from dflash_dist.train.control import Control
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM, signal.SIGINT])
 def test_a_stop_is_heard_though_a_library_took_the_signal(number: signal.Signals) -> None:
     """LLVM installs handlers of its own at the first kernel that Triton compiles in the process."""
-    control = Control(dist.HashStore(), 0, parse_topology("x1"))
+    control = Control(dist.HashStore(), 0)
     before = signal.getsignal(number)
     try:
         control.listen((number,))
         signal.signal(number, signal.SIG_IGN)
         assert control.stop_step() is None
         os.kill(os.getpid(), number)
+        assert control.stop_step() is None, "the lead names the step"
         control.lead_stop(step=7, lag_steps=1)
         assert control.stop_step() == 9
     finally:

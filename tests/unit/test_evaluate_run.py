@@ -9,9 +9,12 @@ from dflash_dist import commands
 from dflash_dist.config import EvaluateConfig, TargetConfig, config_text, load_config
 from dflash_dist.data.prepare import prepare
 from dflash_dist.data.store import TokenStore
+from dflash_dist.drafter.config import resolve
 from dflash_dist.errors import UserError
 from dflash_dist.evaluate import run
-from tests.tiny import make_chats, make_config, make_target
+from tests import checkpoints
+from tests.random_models import random_drafter
+from tests.tiny import make_chats, make_config, make_target, target_config
 
 CONTEXT_TOKENS = 1024
 
@@ -61,3 +64,24 @@ def test_template_arguments_of_the_command_line_stand_in_for_the_runs(
     commands.evaluate_command(folder, None, None, prompts, {}, given, "cpu")
     commands.evaluate_command(None, tmp_path / "drafter", str(target), prompts, {}, given, "cpu")
     assert used == [of_run if given is None else given, given or {}]
+
+
+def test_a_checkpoint_of_a_run_can_be_evaluated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = make_target("qwen3", tmp_path / "target")
+    folder = tmp_path / "run"
+    folder.mkdir()
+    settings = load_config(make_config(tmp_path, target, tmp_path / "chats.jsonl"))
+    (folder / "config.yaml").write_text(config_text(settings))
+    drafter = random_drafter(resolve(settings.drafter, target_config("qwen3"), 259))
+    checkpoints.save(folder / "checkpoints", drafter, 3, 6, val_losses={3: 1.0, 6: 2.0})
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("Hello\n")
+    given: Any = (prompts, {"max_new_tokens": 4}, None, "cpu")
+    assert commands.evaluate_command(folder, None, None, *given, "best")["prompts"] == 1
+    assert "checkpoint: step 3, val_loss 1.0" in capsys.readouterr().err
+    with pytest.raises(UserError, match=r"has no checkpoint of step 5; it has 3, 6"):
+        commands.evaluate_command(folder, None, None, *given, "5")
+    with pytest.raises(UserError, match=r"no export yet; .* or give --checkpoint"):
+        commands.evaluate_command(folder, None, None, *given)
+    with pytest.raises(UserError, match=r"give either --run R, .*--checkpoint"):
+        commands.evaluate_command(None, tmp_path / "drafter", str(target), *given, "last")

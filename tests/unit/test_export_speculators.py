@@ -14,8 +14,7 @@ from dflash_dist.errors import UserError
 from dflash_dist.export import speculators
 from dflash_dist.export.plain import export_plain, load_drafter, serve_commands
 from dflash_dist.export.speculators import export_speculators, to_plain
-from dflash_dist.train.checkpoint import save_checkpoint
-from tests import tiny
+from tests import checkpoints, tiny
 from tests.random_models import drafter_config, llama_config, random_drafter
 
 SLIDING = {"layer_types": ("sliding_attention",) * 2, "sliding_window": 8}
@@ -156,7 +155,7 @@ def test_the_command_exports_a_run_and_names_its_target(tmp_path):
     run.mkdir()
     shutil.copy(tiny.make_config(tmp_path, target, tmp_path / "chats.jsonl"), run / "config.yaml")
     drafter = random_drafter(resolve(load_config(run / "config.yaml").drafter, tiny.target_config("llama"), 259))
-    save_checkpoint(run / "checkpoints", 3, drafter, {}, drafter.config, keep=1)
+    checkpoints.save(run / "checkpoints", drafter, 3)
     lines = export_command(run, tmp_path / "out", "speculators")
     assert lines == [str(tmp_path / "out"), *serve_commands(tmp_path / "out", str(target))]
     assert load_drafter(tmp_path / "out").config == drafter.config

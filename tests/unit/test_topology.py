@@ -22,8 +22,43 @@ def test_ranks_of_a_shared_topology() -> None:
     assert [topology.drafter_of(r) for r in range(2)] == [0, 1]
 
 
+def test_ranks_of_several_nodes() -> None:
+    topology = parse_topology("2-1@2")
+    assert (topology.world_size, topology.ranks_per_node, topology.nodes, str(topology)) == (6, 3, 2, "2-1@2")
+    assert [topology.role(r) for r in range(6)] == ["target", "target", "drafter"] * 2
+    assert [topology.target_of(r) for r in range(6)] == [0, 1, None, 2, 3, None]
+    assert [topology.drafter_of(r) for r in range(6)] == [None, None, 0, None, None, 1]
+    assert topology.pairs() == [(0, 2), (1, 2), (3, 5), (4, 5)], "hidden states stay within a node"
+    for text in ("3-2@4", "x2@3"):
+        topology = parse_topology(text)
+        assert [topology.target_of(topology.target_rank(t)) for t in range(topology.num_targets)] == list(
+            range(topology.num_targets)
+        )
+        assert [topology.drafter_of(topology.drafter_rank(d)) for d in range(topology.num_drafters)] == list(
+            range(topology.num_drafters)
+        )
+
+
 @pytest.mark.parametrize(
-    "text", ["0-1", "3-0", "abc", "x0", "3-1-1", "", "3 - 1", "-1", "x", "٣-١", "x٣", "9" * 5000 + "-1"]
+    "text",
+    [
+        "3-1@0",
+        "3-1@",
+        "@2",
+        "3-1@2@2",
+        "0-1",
+        "3-0",
+        "abc",
+        "x0",
+        "3-1-1",
+        "",
+        "3 - 1",
+        "-1",
+        "x",
+        "٣-١",
+        "x٣",
+        "9" * 5000 + "-1",
+    ],
 )
 def test_what_is_not_a_topology_is_refused(text: str) -> None:
     with pytest.raises(UserError, match="topology"):

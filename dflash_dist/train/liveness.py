@@ -1,0 +1,292 @@
+"""Whether every rank of the world is alive: who is not is named, and the others end instead of waiting for it.
+
+Each rank writes a beat into the world's store once a second, on a thread of its own. Rank 0, where the store lives,
+reads all beats; the others read that of rank 0 and whether anybody has failed. A second thread notices when the store
+itself falls silent, and when the process that started the rank is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import psutil
+from torch.distributed import DistError, Store
+
+from dflash_dist.errors import UserError
+from dflash_dist.topology import Topology
+
+WORLD_FOLDER = "DFLASH_DIST_WORLD_FOLDER"
+"""Names, in the environment of ranks that our launcher started, the folder where it looks for places and a verdict."""
+VERDICT = "verdict.json"
+BEAT_S = 1.0
+DEAD_AFTER_S = 20.0
+"""A rank without a beat for so long is taken for dead: longer than any pause of a sound process, below the 30 s within
+which the others are to end."""
+JOIN_WITHIN_S = 600.0
+"""Ranks may start so far apart: machines read Python and its packages at very different speeds."""
+STALLED_AFTER_S = 1200.0
+"""Where no rank has come to another batch for so long, none will."""
+LEAVE_WITHIN_S = 60.0
+NO_PLACE = "none yet"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Which rank failed, and why."""
+
+    rank: int
+    message: str
+    """One line: the rank, its role, its last batch and the reason."""
+    user_error: bool = False
+    """The reason is bad input, not a failure of the run."""
+
+
+def read_verdict(folder: Path) -> Verdict | None:
+    """The verdict that a rank left in the launcher's folder, if any."""
+    try:
+        return Verdict(**json.loads((folder / VERDICT).read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return None
+
+
+def read_place(folder: Path, rank: int) -> str:
+    """The last batch of a rank that our launcher started, in words."""
+    try:
+        return (folder / f"place_{rank}").read_text(encoding="utf-8").strip() or NO_PLACE
+    except OSError:
+        return NO_PLACE
+
+
+class Watch:
+    """One rank's part in the watch, from `start` to `stop`."""
+
+    def __init__(self, store: Store, rank: int, topology: Topology, stalled_after_s: float = STALLED_AFTER_S) -> None:
+        """`store` must be a client of its own: a call that waits would hold up the other users of a shared one."""
+        self._store, self._rank, self._topology = store, rank, topology
+        self._stalled_after_s = stalled_after_s
+        self._folder = Path(os.environ[WORLD_FOLDER]) if WORLD_FOLDER in os.environ else None
+        self._place, self._places = NO_PLACE, 0
+        self._place_file = -1
+        if self._folder is not None:
+            self._place_file = os.open(self._folder / f"place_{rank}", os.O_WRONLY | os.O_CREAT, 0o600)
+        self._parent = os.getppid()
+        self._stopped = threading.Event()
+        self._threads: list[threading.Thread] = []
+        self._answered_s = time.monotonic()
+        self._lead = NO_BEAT
+
+    def start(self, orphaned: Callable[[], None]) -> None:
+        """Begins the watch. `orphaned` is called, on a thread, once the process that started this one is gone."""
+        self._beat(0)
+        for target, arguments in ((self._beat_loop, ()), (self._guard_loop, (orphaned,))):
+            self._threads.append(threading.Thread(target=target, args=arguments, name="watch", daemon=True))
+            self._threads[-1].start()
+
+    def stop(self) -> None:
+        """Ends the watch by this rank once every rank is done; no store of the world is used after this.
+
+        Rank 0 leaves last, since the store lives there.
+        """
+        self._stopped.set()
+        for thread in self._threads:
+            thread.join()
+        if self._rank:
+            self._store.set(f"left/{self._rank}", "")
+            return
+        with contextlib.suppress(RuntimeError):  # who has not left by then never will
+            others = [f"left/{rank}" for rank in range(1, self._topology.world_size)]
+            self._store.wait(others, datetime.timedelta(seconds=LEAVE_WITHIN_S))
+
+    def at(self, place: str) -> None:
+        """Notes the batch that this rank has come to."""
+        self._place, self._places = place, self._places + 1
+        if self._place_file >= 0:
+            os.pwrite(self._place_file, place.ljust(60).encode(), 0)
+
+    def failed(self, error: Exception) -> None:
+        """Tells the others of this rank's error; where another rank is the cause, waits for the verdict and ends."""
+        if _is_of_a_lost_peer(error):
+            self._stopped.wait(DEAD_AFTER_S + 3 * BEAT_S)  # the watch ends the process before
+        reason = " ".join(str(error).splitlines()) or type(error).__name__
+        verdict = Verdict(self._rank, reason, user_error=True)
+        if not isinstance(error, UserError):
+            verdict = Verdict(self._rank, f"{self._named(self._rank)} failed at {self._place}: {reason}")
+        self._claim(verdict)
+        if self._rank == 0:
+            time.sleep(2 * BEAT_S)  # the store lives in this process: the others are to read it first
+
+    def _beat_loop(self) -> None:
+        heard: dict[int, _Heard] = {}
+        began_s = time.monotonic()
+        beats = 0
+        while not self._stopped.wait(BEAT_S):
+            beats += 1
+            try:
+                self._beat(beats)
+                if self._store.check(["failed"]):
+                    self._end(Verdict(**json.loads(self._store.get("failed"))))
+                if self._rank == 0:
+                    self._judge(heard, began_s)
+                elif self._store.check(["beat/0"]):
+                    self._lead = _Beat.parse(self._store.get("beat/0"))
+            except RuntimeError:  # DistError, and what the store's sockets raise
+                if self._stopped.is_set():
+                    return
+                self._end_without_store("is gone: its store does not answer any more")
+            self._answered_s = time.monotonic()
+
+    def _beat(self, count: int) -> None:
+        beat = _Beat(count, self._place, self._places, socket.gethostname(), os.getpid())
+        self._store.set(f"beat/{self._rank}", json.dumps(dataclasses.asdict(beat)))
+
+    def _judge(self, heard: dict[int, _Heard], began_s: float) -> None:
+        """Rank 0: looks at every beat, and ends the world where one rank is dead or all stand still."""
+        now_s = time.monotonic()
+        keys = [f"beat/{rank}" for rank in range(self._topology.world_size)]
+        if not heard and not self._store.check(keys):
+            missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+            if now_s - began_s > JOIN_WITHIN_S and missing:
+                self._sentence(missing[0], f"has not joined within {JOIN_WITHIN_S:.0f} s of rank 0", NO_BEAT)
+            return
+        awake = now_s - self._answered_s < DEAD_AFTER_S / 4  # else it was this process that slept
+        for rank, text in enumerate(self._store.multi_get(keys)):
+            beat = _Beat.parse(text)
+            last = heard.setdefault(rank, _Heard(beat, now_s, now_s))
+            last.update(beat, now_s, awake)
+            if beat.ended_here():
+                self._sentence(rank, f"is gone: its process {beat.pid} has ended", beat)
+            if now_s - last.beat_s > DEAD_AFTER_S:
+                why = f"gives no sign of life since {DEAD_AFTER_S:.0f} s: process {beat.pid} on {beat.host} hangs"
+                self._sentence(rank, why, beat)
+        running = [(last.place_s, rank) for rank, last in heard.items() if last.beat.places]
+        if running and now_s - max(running)[0] > self._stalled_after_s:
+            rank = min(running)[1]
+            why = f"was the first to stand still, and no rank has moved for {self._stalled_after_s:.0f} s"
+            self._sentence(rank, why, heard[rank].beat)
+
+    def _guard_loop(self, orphaned: Callable[[], None]) -> None:
+        is_orphan = False
+        checked_s = time.monotonic()
+        while not self._stopped.wait(BEAT_S):
+            now_s = time.monotonic()
+            if now_s - checked_s > DEAD_AFTER_S / 4:
+                self._answered_s = now_s  # this process slept, whatever the store did
+            checked_s = now_s
+            if self._rank and now_s - self._answered_s > DEAD_AFTER_S:
+                self._end_without_store(f"gives no sign of life since {DEAD_AFTER_S:.0f} s: its store does not answer")
+            if not is_orphan and os.getppid() != self._parent:
+                is_orphan = True
+                orphaned()
+
+    def _sentence(self, rank: int, why: str, beat: _Beat) -> NoReturn:
+        """Ends the world for a rank that cannot speak for itself."""
+        self._end(Verdict(rank, f"{self._named(rank)} {why}; its last batch: {self._last_place(rank, beat)}"), beat)
+
+    def _last_place(self, rank: int, beat: _Beat) -> str:
+        """The last batch of a rank: up to date where it runs on this machine, else up to a beat old."""
+        return beat.place if self._folder is None else read_place(self._folder, rank)
+
+    def _end_without_store(self, why: str) -> NoReturn:
+        """Rank 0, which holds the store, is lost: every rank finds that for itself."""
+        verdict = Verdict(0, f"{self._named(0)} {why}; its last batch: {self._last_place(0, self._lead)}")
+        speaks = int(os.environ.get("LOCAL_RANK", "0")) == (1 if self._rank < self._topology.ranks_per_node else 0)
+        self._announce(verdict, speaks)
+        self._lead.kill_here()
+        os._exit(1)
+
+    def _end(self, verdict: Verdict, beat: _Beat | None = None) -> NoReturn:
+        """Ends this process without its main thread, which may wait for ever for the rank that failed."""
+        self._claim(verdict)
+        if beat is not None:
+            beat.kill_here()  # an agent would send it SIGTERM, which a stopped process does not hear, and wait
+        if self._rank == 0:
+            time.sleep(2 * BEAT_S)  # the store lives in this process: the others are to read it first
+        os._exit(2 if verdict.user_error else 1)
+
+    def _claim(self, verdict: Verdict) -> None:
+        """Makes the verdict known, unless another was first."""
+        try:
+            if self._store.add("claims", 1) == 1:
+                self._store.set("failed", json.dumps(dataclasses.asdict(verdict)))
+                self._announce(verdict, speaks=True)
+        except RuntimeError:
+            self._announce(verdict, speaks=True)
+
+    def _announce(self, verdict: Verdict, speaks: bool) -> None:
+        if self._folder is not None:
+            aside = self._folder / f".{VERDICT}.{self._rank}"
+            aside.write_text(json.dumps(dataclasses.asdict(verdict)), encoding="utf-8")
+            with contextlib.suppress(FileExistsError):  # the first verdict stands: the others follow from it
+                os.link(aside, self._folder / VERDICT)
+        elif speaks:
+            print(f"error: {verdict.message}", file=sys.stderr, flush=True)
+
+    def _named(self, rank: int) -> str:
+        return f"rank {rank} ({self._topology.role(rank)})"
+
+
+@dataclass(frozen=True)
+class _Beat:
+    count: int
+    place: str
+    places: int
+    """How many batches the rank has come to."""
+    host: str
+    pid: int
+
+    @classmethod
+    def parse(cls, text: Any) -> _Beat:
+        return cls(**json.loads(text))
+
+    def ended_here(self) -> bool:
+        """Whether the beat is of a process of this machine that is no more."""
+        if self.host != socket.gethostname():
+            return False
+        try:
+            return psutil.Process(self.pid).status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return True
+
+    def kill_here(self) -> None:
+        """Ends the process at once, if it runs on this machine and is another one."""
+        if self.pid not in (0, os.getpid()) and self.host == socket.gethostname():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+
+
+NO_BEAT = _Beat(0, NO_PLACE, 0, "", 0)
+
+
+class _Heard:
+    """A rank's last beat, and when it and the place in it changed."""
+
+    def __init__(self, beat: _Beat, beat_s: float, place_s: float) -> None:
+        self.beat, self.beat_s, self.place_s = beat, beat_s, place_s
+
+    def update(self, beat: _Beat, now_s: float, awake: bool) -> None:
+        if beat.count != self.beat.count or not awake:
+            self.beat_s = now_s
+        if beat.places != self.beat.places:
+            self.place_s = now_s
+        self.beat = beat
+
+
+def _is_of_a_lost_peer(error: Exception) -> bool:
+    """Whether the error is what a rank sees when another one is gone."""
+    if isinstance(error, DistError):
+        return True
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(word in text for word in ("gloo", "connection", "peer", "nccl"))
