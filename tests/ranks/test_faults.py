@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from pathlib import Path
@@ -39,7 +40,8 @@ def start(config: Path, topo: str, run: str, steps: int) -> Running:
     for trigger in config.parent.glob("raise_*"):
         trigger.unlink()
     folder = str(config.parent)
-    return Running(config, topo, run, *overrides(steps), FAULT_FOLDER=folder, PYTHONPATH=folder)
+    path = os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")])
+    return Running(config, topo, run, *overrides(steps), FAULT_FOLDER=folder, PYTHONPATH=path)
 
 
 def strike_and_resume(config: Path, topo: str, faults: list[tuple[Fault, int]], rng: random.Random) -> None:
@@ -65,6 +67,7 @@ def test_one_fault_after_another(make: Maker) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("topo", "rank"), CASES)
 @pytest.mark.parametrize("fault", [kill, stop, throw])
 def test_ten_moments(make: Maker, fault: Fault, topo: str, rank: int) -> None:

@@ -10,7 +10,7 @@ from tests.ranks.cli import dflash, metrics, train, weights
 from tests.ranks.conftest import Maker
 
 TOPOLOGIES = ["1-1", "3-1", "2-2", "5-3", "x1", "x2", "2-1@2"]
-MORE = [*TOPOLOGIES, "2-1", "1-2", "x3", "x1@2", "1-2@2"]
+MORE = [*TOPOLOGIES, "2-1", "1-2", "x3", "x1@2", "1-1@3"]
 DESIGN_KEYS = {
     "step", "loss", "accuracy", "tau_estimate", "tokens", "ktok_s", "target_wait", "drafter_wait", "ring_depth",
     "memory_gib", "learning_rate", "grad_norm", "time_s",
