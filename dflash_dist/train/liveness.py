@@ -52,6 +52,8 @@ class Verdict:
     """One line: the rank, its role, its last batch and the reason."""
     user_error: bool = False
     """The reason is bad input, not a failure of the run."""
+    is_gone: bool = False
+    """The rank's process has ended: who started it knows of what."""
 
 
 def read_verdict(folder: Path) -> Verdict | None:
@@ -145,7 +147,7 @@ class Watch:
             except RuntimeError:  # DistError, and what the store's sockets raise
                 if self._stopped.is_set():
                     return
-                self._end_without_store("is gone: its store does not answer any more")
+                self._end_without_store("is gone: its store does not answer any more", is_gone=True)
             self._answered_s = time.monotonic()
 
     def _beat(self, count: int) -> None:
@@ -167,7 +169,7 @@ class Watch:
             last = heard.setdefault(rank, _Heard(beat, now_s, now_s))
             last.update(beat, now_s, awake)
             if beat.ended_here():
-                self._sentence(rank, f"is gone: its process {beat.pid} has ended", beat)
+                self._sentence(rank, f"is gone: its process {beat.pid} has ended", beat, is_gone=True)
             if now_s - last.beat_s > DEAD_AFTER_S:
                 why = f"gives no sign of life since {DEAD_AFTER_S:.0f} s: process {beat.pid} on {beat.host} hangs"
                 self._sentence(rank, why, beat)
@@ -191,17 +193,19 @@ class Watch:
                 is_orphan = True
                 orphaned()
 
-    def _sentence(self, rank: int, why: str, beat: _Beat) -> NoReturn:
+    def _sentence(self, rank: int, why: str, beat: _Beat, is_gone: bool = False) -> NoReturn:
         """Ends the world for a rank that cannot speak for itself."""
-        self._end(Verdict(rank, f"{self._named(rank)} {why}; its last batch: {self._last_place(rank, beat)}"), beat)
+        message = f"{self._named(rank)} {why}; its last batch: {self._last_place(rank, beat)}"
+        self._end(Verdict(rank, message, is_gone=is_gone), beat)
 
     def _last_place(self, rank: int, beat: _Beat) -> str:
         """The last batch of a rank: up to date where it runs on this machine, else up to a beat old."""
         return beat.place if self._folder is None else read_place(self._folder, rank)
 
-    def _end_without_store(self, why: str) -> NoReturn:
+    def _end_without_store(self, why: str, is_gone: bool = False) -> NoReturn:
         """Rank 0, which holds the store, is lost: every rank finds that for itself."""
-        verdict = Verdict(0, f"{self._named(0)} {why}; its last batch: {self._last_place(0, self._lead)}")
+        message = f"{self._named(0)} {why}; its last batch: {self._last_place(0, self._lead)}"
+        verdict = Verdict(0, message, is_gone=is_gone)
         speaks = int(os.environ.get("LOCAL_RANK", "0")) == (1 if self._rank < self._topology.ranks_per_node else 0)
         self._announce(verdict, speaks)
         self._lead.kill_here()

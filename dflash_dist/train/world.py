@@ -131,11 +131,13 @@ def record_failure(error: BaseException) -> None:
 def _first_cause(error: ChildFailedError, topology: Topology, folder: Path) -> Exception:
     """The failure that the others followed from: what the ranks found, else who was killed, else the earliest."""
     verdict = read_verdict(folder)
-    if verdict is not None:
+    if verdict is not None and not (verdict.is_gone and verdict.rank in error.failures):
         return (UserError if verdict.user_error else RunFailed)(verdict.message)
-    failures = list(error.failures.items())
-    killed = [(rank, f) for rank, f in failures if f.exitcode < 0 and f.exitcode not in (-signal.SIGTERM, -STOP_SIGNAL)]
-    rank, failure = killed[0] if killed else min(failures, key=lambda item: item[1].timestamp)
+    failures = error.failures
+    killed = [r for r, f in failures.items() if f.exitcode < 0 and f.exitcode not in (-signal.SIGTERM, -STOP_SIGNAL)]
+    first = min(failures, key=lambda rank: failures[rank].timestamp)
+    rank = verdict.rank if verdict is not None else [*killed, first][0]
+    failure = failures[rank]
     message = _message(failure)
     if message.startswith(USER_ERROR):
         return UserError(message.removeprefix(USER_ERROR))

@@ -15,10 +15,10 @@ STEPS = 30
 OVERRIDES = [f"train.max_steps={STEPS}", "train.epochs=8", "train.checkpoint_every=5", "train.validate_every=10"]
 
 
-FULL = [pytest.param(topo, marks=pytest.mark.full) for topo in ("1-1", "3-1", "2-2", "x1")]
+FULL = [pytest.param(topo, marks=pytest.mark.full) for topo in ("1-1", "2-1", "3-1", "2-2", "x1", "x2")]
 
 
-@pytest.mark.parametrize("topo", ["2-1", "1-2", "x2", *FULL])
+@pytest.mark.parametrize("topo", ["1-2", *FULL])
 def test_ctrl_c_then_resume_equals_an_uninterrupted_run(make: Maker, topo: str) -> None:
     config = make("qwen3")
     running = Running(config, topo, "stopped", *OVERRIDES)
@@ -111,14 +111,13 @@ def test_rows_of_several_steps_go_on_where_a_killed_run_left_them(make: Maker) -
     assert [(row["step"], row["loss"]) for row in metrics(config, "killed")] == [(r["step"], r["loss"]) for r in whole]
 
 
-KILLS = [("2-1", 0, "target"), ("2-1", 2, "drafter")]
-FULL_KILLS = [("3-1", 1, "target"), ("3-1", 3, "drafter"), ("1-2", 0, "target"), ("1-2", 1, "drafter")]
-FULL_KILLS += [("1-2", 2, "drafter"), ("x2", 1, "target+drafter"), ("x1", 0, "target+drafter")]
+BOTH = "target+drafter"
+KILLS = [("2-1", 0, "target"), ("2-1", 2, "drafter"), ("3-1", 1, "target"), ("3-1", 3, "drafter"), ("x1", 0, BOTH)]
+KILLS += [("1-2", 0, "target"), ("1-2", 1, "drafter"), ("1-2", 2, "drafter"), ("x2", 1, BOTH)]
 
 
-@pytest.mark.parametrize(
-    ("topo", "rank", "role"), [*KILLS, *(pytest.param(*kill, marks=pytest.mark.full) for kill in FULL_KILLS)]
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("topo", "rank", "role"), KILLS)
 def test_a_killed_rank_is_named_and_the_run_resumes_exactly(make: Maker, topo: str, rank: int, role: str) -> None:
     config = make("qwen3")
     running = Running(config, topo, "killed", *OVERRIDES)
@@ -170,18 +169,3 @@ def check_last_state(run: Path, rows: list[dict[str, Any]]) -> None:
     assert state["environment"] == json.loads((run / "environment.json").read_text())
     measured = {row["val_loss"]: row["step"] for row in rows if "val_loss" in row}
     assert find_checkpoint(run / "checkpoints", "best").step == measured[min(measured)]
-
-
-def test_a_damaged_checkpoint_is_passed_over(make: Maker) -> None:
-    config = make("qwen3")
-    running = Running(config, "1-1", "run", *OVERRIDES)
-    running.wait_for_step(12)
-    running.send(signal.SIGINT)
-    running.end()
-    newest = sorted((config.parent / "runs/run/checkpoints").glob("step_*"))[-1]
-    with (newest / "drafter-00000.safetensors").open("r+b") as file:
-        file.truncate(100)
-    done = train(config, "1-1", "run", *OVERRIDES)
-    assert f"{newest.name} is damaged" in done.stderr
-    train(config, "1-1", "whole", *OVERRIDES)
-    assert_same_weights(weights(config, "run", STEPS), weights(config, "whole", STEPS))

@@ -21,7 +21,6 @@ DESIGN_KEYS = {
     ("kind", "topologies"),
     [
         ("qwen3", TOPOLOGIES),
-        ("llama", ["1-1", "2-2"]),
         ("hybrid", ["1-1", "2-2"]),
         *(pytest.param(kind, MORE, marks=pytest.mark.full) for kind in ("qwen3", "llama", "hybrid")),
     ],
@@ -56,7 +55,7 @@ def train_anywhere(config: Path, topo: str) -> None:
     assert world.end() == [0] * topology.nodes, world.text()
 
 
-@pytest.mark.parametrize("kind", ["llama", "hybrid"])
+@pytest.mark.parametrize("kind", ["hybrid", pytest.param("llama", marks=pytest.mark.full)])
 def test_other_targets_train_export_and_evaluate(make: Maker, kind: str) -> None:
     config = make(kind)
     train(config, "2-1", "run")
