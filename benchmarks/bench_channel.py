@@ -138,7 +138,7 @@ def main() -> None:
     dist.init_process_group("cpu:gloo,cuda:nccl")
     host = dist.new_group(backend="gloo")
     for max_ctas in (1, 2, 4, 8, 32):
-        group = open_pair_groups(parse_topology("1-1"), rank, device, max_ctas)[0, 1]
+        group = open_pair_groups(parse_topology("1-1"), rank, device, max_ctas=max_ctas)[0, 1]
         if rank == 0:
             sender(group, host, device)
         else:

@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from types import TracebackType
 
 import torch
@@ -192,14 +193,15 @@ MAX_CTAS = 4
 
 
 def open_pair_groups(
-    topology: Topology, rank: int, device: torch.device, max_ctas: int = MAX_CTAS
+    topology: Topology, rank: int, device: torch.device, timeout: timedelta | None = None, max_ctas: int = MAX_CTAS
 ) -> dict[tuple[int, int], dist.ProcessGroup]:
     """This rank's process group of each (target rank, drafter rank), connected and ready.
 
     Every rank makes all groups in the same order, and the first messages go out in that order too: connections are set
     up by the first message, and two ends that set up different ones first would wait for each other for ever.
+    `timeout`: how long a message may be on its way; not given, torch's default.
     """
-    groups = {pair: _pair_group(pair, device, max_ctas) for pair in topology.pairs()}
+    groups = {pair: _pair_group(pair, device, timeout, max_ctas) for pair in topology.pairs()}
     token = torch.zeros(1, device=device)
     mine = {pair: group for pair, group in groups.items() if rank in pair}
     for (sender, receiver), group in mine.items():
@@ -211,12 +213,14 @@ def open_pair_groups(
     return mine
 
 
-def _pair_group(pair: tuple[int, int], device: torch.device, max_ctas: int) -> dist.ProcessGroup:
+def _pair_group(
+    pair: tuple[int, int], device: torch.device, timeout: timedelta | None, max_ctas: int
+) -> dist.ProcessGroup:
     if device.type == "cpu":
-        group = dist.new_group(list(pair), backend="gloo")
+        group = dist.new_group(list(pair), timeout, backend="gloo")
     else:
         options = dist.ProcessGroupNCCL.Options()
         options.config.max_ctas = max_ctas
-        group = dist.new_group(list(pair), backend="nccl", pg_options=options)
+        group = dist.new_group(list(pair), timeout, backend="nccl", pg_options=options)
     assert group is not None
     return group

@@ -310,10 +310,11 @@ def _fail(error: Exception, code: int) -> None:
     if "DFLASH_DIST_DEBUG" in os.environ:
         traceback.print_exc()
     if "RANK" in os.environ:
+        from dflash_dist.train.liveness import TOLD
         from dflash_dist.train.world import launched_here, record_failure
 
         record_failure(error)
-        if launched_here():
+        if launched_here() or TOLD in getattr(error, "__notes__", ()):
             raise SystemExit(code)
     line = " ".join(str(error).splitlines())
     if not isinstance(error, (UserError, RunFailed)):

@@ -26,6 +26,8 @@ NOISE_SEED = 1 << 32
 
 FILLER = Documents(np.zeros(1, np.int64), np.zeros(1, bool), np.ones(1, np.int64), np.zeros(1, np.uint64))
 """What a drafter runs for a filler: one token that no anchor can stand on."""
+FILLER_TOKENS = 128
+"""On CUDA a filler is padded to this: a second shape, which costs next to nothing to run."""
 
 
 @dataclass(frozen=True)
@@ -71,9 +73,10 @@ class BatchLoader:
             gamma=self._gamma,
             seed=self._config.train.seed,
             epoch=work.epoch,
-            pad_to=self._anchor_multiple,
+            pad_to=ANCHOR_MULTIPLE if work.is_filler else self._anchor_multiple,
         )
-        padding = self._config.schedule.token_budget - len(documents.tokens_T) if self._pin else 0
+        padded = FILLER_TOKENS if work.is_filler else self._config.schedule.token_budget
+        padding = padded - len(documents.tokens_T) if self._pin else 0
         lengths_N = documents.lengths_N
         return DrafterBatch(
             torch.from_numpy(documents.tokens_T),

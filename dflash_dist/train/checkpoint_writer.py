@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
 import shutil
 import threading
 import zlib
@@ -149,7 +151,8 @@ class _Storage(dcp.HuggingFaceStorageWriter):
         try:
             results = [self._write_file(name, some, planner) for name, some in items.items()]
         except SafetensorError as error:
-            raise OSError(str(error)) from None
+            number = re.search(r"os error ([0-9]+)", str(error))
+            raise OSError(int(number[1]) if number else None, str(error)) from None
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
@@ -223,9 +226,10 @@ def _local(tensor: Tensor) -> Tensor:
 def _as_ours(error: BaseException, step: int, root: Path) -> BaseException:
     if not isinstance(error, OSError):
         return error
-    return UserError(
-        f"checkpoint of step {step} cannot be written to {root}: {error}; free some space and start again to resume"
-    )
+    message = f"checkpoint of step {step} cannot be written to {root}: {error}"
+    if error.errno in (errno.EIO, errno.ESTALE):  # the disk's or the network's fault, which may pass
+        return RunFailed(message)
+    return UserError(f"{message}; free some space and start again to resume")
 
 
 def _flush_to_disk(path: Path) -> None:

@@ -39,6 +39,10 @@ class Control:
         key = f"agree/{name}"
         if self._rank == 0:
             self._store.set(key, value)
+        wait_s = POLL_S
+        while not self._store.check([key]):  # rank 0 may prepare data for hours, longer than a `get` waits
+            time.sleep(wait_s)
+            wait_s = min(2 * wait_s, 1.0)
         first = self._store.get(key).decode()
         if first != value:
             raise RunFailed(f"{name} of rank {self._rank} is {value[:16]}, but rank 0 has {first[:16]}")
@@ -68,6 +72,10 @@ class Control:
         """What a rank published last; empty before it did."""
         key = f"progress/{rank}"
         return json.loads(self._store.get(key)) if self._store.check([key]) else {}
+
+    def all_progress(self, world_size: int) -> list[dict[str, float]]:
+        """What each rank published last, in one look at the store; every rank must have published once."""
+        return [json.loads(text) for text in self._store.multi_get([f"progress/{r}" for r in range(world_size)])]
 
     def publish_done(self) -> None:
         """Says that this target rank sends no further message."""

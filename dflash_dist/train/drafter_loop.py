@@ -72,16 +72,22 @@ def drafter_loop(
 
 
 def warm_up(context: RankContext, model: DFlashDrafter, ends: TargetEnds) -> None:
-    """Compiles what a step and a validation run, before the first message: on the first batch, with states of zero."""
-    # A filler does as well, and all ranks must run as many batches where the drafter is sharded.
-    work = next((w for w in context.schedule.work(context.start_step) if w.drafter == context.drafter_number), None)
-    if work is None:
-        return
-    batch = BatchLoader(context.store, context.config, context.drafter, context.device).load(work)
+    """Compiles what a step and a validation run, before the first message, with states of zero.
+
+    On the first batch and, where there is one, on the first filler, whose shape is another. Whosever they are: the
+    ranks of a sharded drafter must all run the same number of batches.
+    """
+    loader = BatchLoader(context.store, context.config, context.drafter, context.device)
     source = zero_source(context, ends)
-    batch_sums(context, source, model, ends, work, batch)[0].backward()
-    with torch.no_grad():
-        batch_sums(context, source, model, ends, work, batch)
+    for of_fillers in (False, True):
+        works = context.schedule.work(context.start_step)
+        work = next((w for w in works if w.is_filler == of_fillers), None)
+        if work is None:
+            continue
+        batch = loader.load(work)
+        batch_sums(context, source, model, ends, work, batch)[0].backward()
+        with torch.no_grad():
+            batch_sums(context, source, model, ends, work, batch)
 
 
 def zero_source(context: RankContext, ends: TargetEnds) -> ZeroSource:

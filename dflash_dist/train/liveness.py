@@ -17,12 +17,11 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-import psutil
 from torch.distributed import DistError, Store
 
 from dflash_dist.errors import UserError
@@ -41,6 +40,8 @@ STALLED_AFTER_S = 1200.0
 """Where no rank has come to another batch for so long, none will."""
 LEAVE_WITHIN_S = 60.0
 NO_PLACE = "none yet"
+TOLD = "told to all ranks"
+"""A note on an error that needs no further telling by its rank."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,13 @@ def read_place(folder: Path, rank: int) -> str:
 class Watch:
     """One rank's part in the watch, from `start` to `stop`."""
 
-    def __init__(self, store: Store, rank: int, topology: Topology, stalled_after_s: float = STALLED_AFTER_S) -> None:
-        """`store` must be a client of its own: a call that waits would hold up the other users of a shared one."""
+    def __init__(
+        self, store: Store, rank: int, topology: Topology, parent: int, stalled_after_s: float = STALLED_AFTER_S
+    ) -> None:
+        """`store` must be a client of its own: a call that waits would hold up the other users of a shared one.
+
+        `parent`: the process that started this one.
+        """
         self._store, self._rank, self._topology = store, rank, topology
         self._stalled_after_s = stalled_after_s
         self._folder = Path(os.environ[WORLD_FOLDER]) if WORLD_FOLDER in os.environ else None
@@ -84,7 +90,7 @@ class Watch:
         self._place_file = -1
         if self._folder is not None:
             self._place_file = os.open(self._folder / f"place_{rank}", os.O_WRONLY | os.O_CREAT, 0o600)
-        self._parent = os.getppid()
+        self._parent = parent
         self._stopped = threading.Event()
         self._threads: list[threading.Thread] = []
         self._answered_s = time.monotonic()
@@ -116,7 +122,8 @@ class Watch:
         """Notes the batch that this rank has come to."""
         self._place, self._places = place, self._places + 1
         if self._place_file >= 0:
-            os.pwrite(self._place_file, place.ljust(60).encode(), 0)
+            with contextlib.suppress(OSError):  # a full disk is told of by what needs it
+                os.pwrite(self._place_file, place.ljust(60).encode(), 0)
 
     def failed(self, error: Exception) -> None:
         """Tells the others of this rank's error; where another rank is the cause, waits for the verdict and ends."""
@@ -127,6 +134,8 @@ class Watch:
         if not isinstance(error, UserError):
             verdict = Verdict(self._rank, f"{self._named(self._rank)} failed at {self._place}: {reason}")
         self._claim(verdict)
+        self._stopped.set()
+        error.add_note(TOLD)
         if self._rank == 0:
             time.sleep(2 * BEAT_S)  # the store lives in this process: the others are to read it first
 
@@ -151,7 +160,7 @@ class Watch:
             self._answered_s = time.monotonic()
 
     def _beat(self, count: int) -> None:
-        beat = _Beat(count, self._place, self._places, socket.gethostname(), os.getpid())
+        beat = _Beat(count, self._place, self._places, OWN)
         self._store.set(f"beat/{self._rank}", json.dumps(dataclasses.asdict(beat)))
 
     def _judge(self, heard: dict[int, _Heard], began_s: float) -> None:
@@ -161,23 +170,28 @@ class Watch:
         if not heard and not self._store.check(keys):
             missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
             if now_s - began_s > JOIN_WITHIN_S and missing:
-                self._sentence(missing[0], f"has not joined within {JOIN_WITHIN_S:.0f} s of rank 0", NO_BEAT)
+                self._sentence(missing[0], f"has not joined within {JOIN_WITHIN_S:.0f} s of rank 0", [NO_BEAT])
             return
         awake = now_s - self._answered_s < DEAD_AFTER_S / 4  # else it was this process that slept
+        silent = []
         for rank, text in enumerate(self._store.multi_get(keys)):
             beat = _Beat.parse(text)
             last = heard.setdefault(rank, _Heard(beat, now_s, now_s))
             last.update(beat, now_s, awake)
-            if beat.ended_here():
-                self._sentence(rank, f"is gone: its process {beat.pid} has ended", beat, is_gone=True)
-            if now_s - last.beat_s > DEAD_AFTER_S:
-                why = f"gives no sign of life since {DEAD_AFTER_S:.0f} s: process {beat.pid} on {beat.host} hangs"
-                self._sentence(rank, why, beat)
+            is_gone = beat.process.has_ended_here()
+            if (is_gone or now_s - last.beat_s > DEAD_AFTER_S) and not self._store.check([f"left/{rank}"]):
+                if is_gone:
+                    self._sentence(rank, f"is gone: its process {beat.process} has ended", [beat], is_gone=True)
+                silent.append((rank, beat))
+        if silent:
+            rank, beat = silent[0]
+            why = f"gives no sign of life since {DEAD_AFTER_S:.0f} s: process {beat.process} hangs"
+            self._sentence(rank, why, [beat for _, beat in silent])
         running = [(last.place_s, rank) for rank, last in heard.items() if last.beat.places]
         if running and now_s - max(running)[0] > self._stalled_after_s:
             rank = min(running)[1]
             why = f"was the first to stand still, and no rank has moved for {self._stalled_after_s:.0f} s"
-            self._sentence(rank, why, heard[rank].beat)
+            self._sentence(rank, why, [heard[rank].beat])
 
     def _guard_loop(self, orphaned: Callable[[], None]) -> None:
         is_orphan = False
@@ -192,11 +206,13 @@ class Watch:
             if not is_orphan and os.getppid() != self._parent:
                 is_orphan = True
                 orphaned()
+                if not self._places:
+                    os._exit(1)  # nothing to save, and minutes until a loop would hear of it
 
-    def _sentence(self, rank: int, why: str, beat: _Beat, is_gone: bool = False) -> NoReturn:
-        """Ends the world for a rank that cannot speak for itself."""
-        message = f"{self._named(rank)} {why}; its last batch: {self._last_place(rank, beat)}"
-        self._end(Verdict(rank, message, is_gone=is_gone), beat)
+    def _sentence(self, rank: int, why: str, beats: list[_Beat], is_gone: bool = False) -> NoReturn:
+        """Ends the world for a rank that cannot speak for itself; `beats`: the last ones of it and of its like."""
+        message = f"{self._named(rank)} {why}; its last batch: {self._last_place(rank, beats[0])}"
+        self._end(Verdict(rank, message, is_gone=is_gone), beats)
 
     def _last_place(self, rank: int, beat: _Beat) -> str:
         """The last batch of a rank: up to date where it runs on this machine, else up to a beat old."""
@@ -208,14 +224,14 @@ class Watch:
         verdict = Verdict(0, message, is_gone=is_gone)
         speaks = int(os.environ.get("LOCAL_RANK", "0")) == (1 if self._rank < self._topology.ranks_per_node else 0)
         self._announce(verdict, speaks)
-        self._lead.kill_here()
+        self._lead.process.kill_here()
         os._exit(1)
 
-    def _end(self, verdict: Verdict, beat: _Beat | None = None) -> NoReturn:
+    def _end(self, verdict: Verdict, beats: Sequence[_Beat] = ()) -> NoReturn:
         """Ends this process without its main thread, which may wait for ever for the rank that failed."""
         self._claim(verdict)
-        if beat is not None:
-            beat.kill_here()  # an agent would send it SIGTERM, which a stopped process does not hear, and wait
+        for beat in beats:
+            beat.process.kill_here()  # an agent would send it SIGTERM, which a stopped process does not hear, and wait
         if self._rank == 0:
             time.sleep(2 * BEAT_S)  # the store lives in this process: the others are to read it first
         os._exit(2 if verdict.user_error else 1)
@@ -230,11 +246,12 @@ class Watch:
             self._announce(verdict, speaks=True)
 
     def _announce(self, verdict: Verdict, speaks: bool) -> None:
+        """Tells the launcher, or where that is not ours, the user."""
         if self._folder is not None:
-            aside = self._folder / f".{VERDICT}.{self._rank}"
-            aside.write_text(json.dumps(dataclasses.asdict(verdict)), encoding="utf-8")
-            with contextlib.suppress(FileExistsError):  # the first verdict stands: the others follow from it
-                os.link(aside, self._folder / VERDICT)
+            with contextlib.suppress(OSError):  # a full disk; what the ranks end with still tells the launcher much
+                aside = self._folder / f".{VERDICT}.{self._rank}"
+                aside.write_text(json.dumps(dataclasses.asdict(verdict)), encoding="utf-8")
+                os.link(aside, self._folder / VERDICT)  # fails where there is one: the others follow from the first
         elif speaks:
             print(f"error: {verdict.message}", file=sys.stderr, flush=True)
 
@@ -243,35 +260,74 @@ class Watch:
 
 
 @dataclass(frozen=True)
+class ProcessIdentity:
+    """Which process of which machine, so that none is taken for another with the same number."""
+
+    host: str
+    machine: str
+    """Of this start of the kernel, and this set of process numbers: a container has its own."""
+    pid: int
+    started_ticks: str
+
+    @classmethod
+    def of_this(cls) -> ProcessIdentity:
+        """Of the calling process; without a machine where there is no /proc to tell of others."""
+        pid, machine = os.getpid(), ""
+        if PROC.is_dir():
+            boot = (PROC / "sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+            machine = f"{boot} {os.readlink(PROC / 'self/ns/pid')}"
+        return cls(socket.gethostname(), machine, pid, _started_ticks(pid))
+
+    def is_here(self) -> bool:
+        """Whether it is a process of this machine, of which we can tell."""
+        return bool(self.machine) and self.machine == OWN.machine
+
+    def has_ended_here(self) -> bool:
+        """Whether it was a process of this machine that is no more."""
+        return self.is_here() and _started_ticks(self.pid) != self.started_ticks
+
+    def kill_here(self) -> None:
+        """Ends the process at once, if it runs on this machine and is another one."""
+        if self.is_here() and self.pid != OWN.pid and not self.has_ended_here():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+
+    def __str__(self) -> str:
+        return f"{self.pid} on {self.host}"
+
+
+PROC = Path("/proc")
+
+
+def _started_ticks(pid: int) -> str:
+    """When the kernel started a process, by a clock that nobody sets; empty for one that has ended."""
+    try:
+        # The name stands in parentheses and may hold any character. See proc(5).
+        fields = (PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return ""
+    state, started_ticks = fields[0], fields[19]
+    return "" if state in "ZX" else started_ticks
+
+
+OWN = ProcessIdentity.of_this()
+
+
+@dataclass(frozen=True)
 class _Beat:
     count: int
     place: str
     places: int
     """How many batches the rank has come to."""
-    host: str
-    pid: int
+    process: ProcessIdentity
 
     @classmethod
     def parse(cls, text: Any) -> _Beat:
-        return cls(**json.loads(text))
-
-    def ended_here(self) -> bool:
-        """Whether the beat is of a process of this machine that is no more."""
-        if self.host != socket.gethostname():
-            return False
-        try:
-            return psutil.Process(self.pid).status() == psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
-            return True
-
-    def kill_here(self) -> None:
-        """Ends the process at once, if it runs on this machine and is another one."""
-        if self.pid not in (0, os.getpid()) and self.host == socket.gethostname():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)
+        facts = json.loads(text)
+        return cls(**facts | {"process": ProcessIdentity(**facts["process"])})
 
 
-NO_BEAT = _Beat(0, NO_PLACE, 0, "", 0)
+NO_BEAT = _Beat(0, NO_PLACE, 0, ProcessIdentity("", "", 0, ""))
 
 
 class _Heard:

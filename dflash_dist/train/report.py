@@ -252,6 +252,7 @@ class Meter:
         elapsed_s = max(end.seconds_since(self._last), 1e-9)
         self._time_s += elapsed_s
         tokens = int(tokens_after[step] - tokens_after[self._last_step])
+        progress = self._context.control.all_progress(self._context.topology.world_size)
         batches_after = self._context.schedule.batches_after
         batches = int(batches_after[step] - batches_after[self._last_step])
         row = {
@@ -259,8 +260,8 @@ class Meter:
             "ktok_s": tokens / elapsed_s / 1000,
             "drafter_wait": (wait_s - self._last_wait_s) / elapsed_s,
             "drafter_batches_s": batches / elapsed_s,
-            **self._targets(batches / elapsed_s),
-            "memory_gib": self._memory_gib(),
+            **self._targets(batches / elapsed_s, progress),
+            "memory_gib": self._memory_gib(progress),
             "time_s": self._time_s,
         }
         if self._gpu is not None:
@@ -268,14 +269,14 @@ class Meter:
         self._last, self._last_step, self._last_wait_s = end, step, wait_s
         return row
 
-    def _targets(self, batches_s: float) -> dict[str, Any]:
+    def _targets(self, batches_s: float, progress: list[dict[str, float]]) -> dict[str, Any]:
         """What the target ranks published: their waits, their rate, and how many messages wait in the rings."""
         context = self._context
         if context.topology.shared:
             return {"target_wait": 0.0, "ring_depth": 0.0, "target_batches_s": batches_s}
         waits, rates, depths = [], [], []
         for target in range(context.topology.num_targets):
-            now = context.control.progress(context.topology.target_rank(target))
+            now = progress[context.topology.target_rank(target)]
             last = self._last_progress.get(target, dict.fromkeys(now, 0.0))
             if now and now["time_s"] > last["time_s"]:
                 span_s = now["time_s"] - last["time_s"]
@@ -293,11 +294,10 @@ class Meter:
             "ring_depth": sum(depths) / len(depths) if depths else 0.0,
         }
 
-    def _memory_gib(self) -> float:
+    def _memory_gib(self, progress: list[dict[str, float]]) -> float:
         """The fullest GPU's peak, or on the CPU the memory of all ranks."""
         context = self._context
-        others = [rank for rank in range(context.topology.world_size) if rank != context.rank]
-        published = [context.control.progress(rank).get("memory_gib", 0.0) for rank in others]
+        published = [facts.get("memory_gib", 0.0) for rank, facts in enumerate(progress) if rank != context.rank]
         every_rank = [used_memory_gib(context.device), *published]
         return max(every_rank) if context.device.type == "cuda" else sum(every_rank)
 

@@ -54,9 +54,11 @@ def run_rank(
     Each of `signals` asks for a checkpoint and an orderly end. Rank 0 calls `begin` before the others go on.
     """
     device = _device(device_type)
+    parent = os.getppid()
     world = join_world(topology)
-    watch = Watch(world.watch_store, world.rank, topology)
+    watch = Watch(world.watch_store, world.rank, topology, parent)
     control = Control(dist.PrefixStore("control", world.store), world.rank)
+    control.publish()
     control.listen(signals)
     watch.start(orphaned=control.ask_stop)
     try:
@@ -142,7 +144,7 @@ def _context(
         ),
         drafter_group=_connected_group(drafter_ranks, rank, device),
         host_group=_connected_group(drafter_ranks, rank, torch.device("cpu")),
-        pair_groups=open_pair_groups(topology, rank, device),
+        pair_groups=open_pair_groups(topology, rank, device, START_TIMEOUT),
         start_step=checkpoint.step if checkpoint else 0,
     )
 
@@ -154,7 +156,7 @@ def _connected_group(ranks: list[int], rank: int, device: torch.device) -> dist.
     """
     if len(ranks) == 1:
         return None
-    group = dist.new_group(ranks, backend="gloo" if device.type == "cpu" else None)
+    group = dist.new_group(ranks, START_TIMEOUT, backend="gloo" if device.type == "cpu" else None)
     assert group is not None
     if rank in ranks:
         dist.all_reduce(torch.zeros(1, device=device), group=group)

@@ -1,14 +1,18 @@
 """The watch over two real processes that have nothing else to do; whole worlds are struck in tests/ranks."""
 
+import dataclasses
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
-from dflash_dist.train.liveness import WORLD_FOLDER, read_place, read_verdict
+import torch.distributed as dist
+
+from dflash_dist.train.liveness import WORLD_FOLDER, ProcessIdentity, _started_ticks, read_place, read_verdict
 
 RANK = """
-import sys, threading
+import os, sys
 import torch.distributed as dist
 from dflash_dist.topology import parse_topology
 from dflash_dist.train.liveness import Watch
@@ -17,13 +21,16 @@ rank, port, stalled_after_s, places = int(sys.argv[1]), int(sys.argv[2]), float(
 store = dist.TCPStore("localhost", port, is_master=rank == 0, wait_for_workers=False)
 if rank == 0:
     print(store.port, flush=True)
-watch = Watch(store, rank, parse_topology("1-1"), stalled_after_s)
+watch = Watch(store, rank, parse_topology("1-1"), os.getppid(), stalled_after_s)
 watch.start(orphaned=lambda: None)
 for place in places:
     watch.at(place)
-if sys.stdin.readline() == "fail\\n":
+line = sys.stdin.readline()
+if line == "fail\\n":
     watch.failed(ValueError("a thing\\nof two lines"))
     sys.exit(1)
+if line == "stay\\n":
+    sys.stdin.readline()
 watch.stop()
 """
 
@@ -34,12 +41,12 @@ class Ranks:
     def __init__(self, folder: Path, stalled_after_s: float, *places: list[str]) -> None:
         self._environment = os.environ | {WORLD_FOLDER: str(folder)}
         self.processes: list[subprocess.Popen[str]] = []
-        port = "0"
+        self._port = 0
         for rank, some in enumerate(places):
-            self._start(rank, port, stalled_after_s, some)
+            self._start(rank, str(self._port), stalled_after_s, some)
             if rank == 0:
                 assert self.processes[0].stdout is not None
-                port = self.processes[0].stdout.readline().strip()
+                self._port = int(self.processes[0].stdout.readline())
 
     def _start(self, rank: int, port: str, stalled_after_s: float, places: list[str]) -> None:
         command = [sys.executable, "-c", RANK, str(rank), port, str(stalled_after_s), *places]
@@ -51,6 +58,13 @@ class Ranks:
         assert stdin is not None
         stdin.write(line)
         stdin.flush()
+
+    def wait_for_beats(self, more: int) -> None:
+        """Until rank 0 has looked at the others so many times again."""
+        store = dist.TCPStore("localhost", self._port, wait_for_workers=False)
+        first = last = json.loads(store.get("beat/0"))["count"]
+        while last < first + more:
+            last = json.loads(store.get("beat/0"))["count"]
 
     def end(self) -> list[int]:
         codes = [process.wait(timeout=60) for process in self.processes]
@@ -66,6 +80,33 @@ def test_ranks_that_are_done_leave_in_peace(tmp_path: Path) -> None:
     assert ranks.end() == [0, 0]
     assert read_verdict(tmp_path) is None
     assert [read_place(tmp_path, rank) for rank in range(3)] == ["step 1, batch 0", "step 10, batch 0", "none yet"]
+
+
+def test_a_rank_that_is_done_and_gone_is_not_taken_for_dead(tmp_path: Path) -> None:
+    """The others may be long in tearing down their groups."""
+    ranks = Ranks(tmp_path, 100, ["step 1, batch 0"], ["step 1, batch 0"])
+    ranks.tell(0, "stay\n")
+    ranks.tell(1, "leave\n")
+    assert ranks.processes[1].wait(timeout=60) == 0
+    ranks.wait_for_beats(3)
+    ranks.tell(0, "leave\n")
+    assert ranks.end() == [0, 0]
+    assert read_verdict(tmp_path) is None
+
+
+def test_processes_are_told_apart() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    own = ProcessIdentity.of_this()
+    identity = dataclasses.replace(own, pid=child.pid, started_ticks=_started_ticks(child.pid))
+    assert identity.is_here() and not identity.has_ended_here()
+    assert dataclasses.replace(identity, started_ticks="1").has_ended_here(), "its number was given to another process"
+    elsewhere = dataclasses.replace(identity, machine="another kernel, or another container of this host")
+    elsewhere.kill_here()
+    dataclasses.replace(identity, started_ticks="1").kill_here()
+    own.kill_here()
+    assert child.poll() is None and not elsewhere.has_ended_here()
+    identity.kill_here()
+    assert child.wait(timeout=60) == -9 and identity.has_ended_here() and not elsewhere.has_ended_here()
 
 
 def test_an_error_of_one_ends_the_others_and_is_told_once(tmp_path: Path) -> None:
