@@ -19,7 +19,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 
 ConfigOption = Annotated[Path, typer.Option("--config", help="YAML configuration; see configs/.")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[section.key=value]...", help="Config overrides.")]
-TopologyOption = Annotated[str, typer.Option("--topo", help="T-D such as 3-1, or xN such as x2.")]
+TopologyOption = Annotated[str, typer.Option("--topo", help="T-D such as 3-1, or xN such as x2; @nodes behind it.")]
 DeviceOption = Annotated[str, typer.Option("--device", help="cpu, cuda or auto.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
 
