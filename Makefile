@@ -17,7 +17,7 @@ HAS_GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check train test test-full test-gpu lint format bench profile tensorboard preflight
+.PHONY: help setup check train test test-full test-gpu test-slurm lint format bench profile tensorboard preflight
 
 help: ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -59,13 +59,20 @@ lint: setup ## ruff, ruff format, mypy
 	@$(BIN)/mypy
 
 test: setup lint ## lint and the whole test suite but its long matrices
-	@$(BIN)/python -m pytest -m 'not gpu and not full'
+	@$(BIN)/python -m pytest -m 'not gpu and not full and not slurm'
 
 test-full: setup lint ## the long matrices too
-	@$(BIN)/python -m pytest -m 'not gpu'
+	@$(BIN)/python -m pytest -m 'not gpu and not slurm'
 
 test-gpu: setup ## the tests that need a CUDA device
 	@$(BIN)/python -m pytest -m gpu
+
+test-slurm: setup ## the SLURM launcher on a real Slurm of this machine; as root it installs Debian's packages
+	@PATH="$$PATH:/usr/sbin:/sbin" command -v munged slurmctld slurmd >/dev/null || \
+	  { echo 'installing slurmctld, slurmd, slurm-client and munge with apt-get' >&2; apt-get update -qq && \
+	    DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends slurmctld slurmd slurm-client munge; } || \
+	  echo 'they cannot be installed: the tests will be skipped' >&2
+	@$(BIN)/python -m pytest -m slurm tests/ranks/test_slurm.py
 
 format: setup ## rewrite the code in the project's format
 	@$(BIN)/ruff check --fix . && $(BIN)/ruff format .
