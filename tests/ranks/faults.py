@@ -39,6 +39,11 @@ def kill(world: Running, rank: int, config: Path) -> str:
     return f"error: rank {rank} ({{role}}) was killed by SIGKILL; its last batch: step "
 
 
+def kill_and_truncate(world: Running, rank: int, config: Path) -> str:
+    """`kill -9`; whoever calls this then damages the newest checkpoint."""
+    return kill(world, rank, config)
+
+
 def stop(world: Running, rank: int, config: Path) -> str:
     """SIGSTOP: the process is there, but does nothing any more."""
     world.ranks()[rank].send_signal(signal.SIGSTOP)
@@ -86,7 +91,7 @@ def truncate_newest_checkpoint(config: Path, run: str, rng: random.Random) -> st
 
 
 Fault = Callable[[Running, int, Path], str]
-EXIT_CODES: dict[Fault, int] = {kill: 1, stop: 1, throw: 1, fill_disk: 2, corrupt_store: 2}
+EXIT_CODES: dict[Fault, int] = {kill: 1, kill_and_truncate: 1, stop: 1, throw: 1, fill_disk: 2, corrupt_store: 2}
 
 
 def strike(world: Running, fault: Fault, rank: int, role: str, config: Path) -> str:
@@ -94,8 +99,9 @@ def strike(world: Running, fault: Fault, rank: int, role: str, config: Path) -> 
     processes = world.ranks()
     began_s = time.monotonic()
     expected = fault(world, rank, config).format(role=role)
-    others = [process for number, process in processes.items() if fault not in (kill, stop) or number != rank]
-    _, alive = psutil.wait_procs(others, timeout=SURVIVORS_END_WITHIN_S + (fault is fill_disk) * 30)
+    if fault in (kill, kill_and_truncate, stop):
+        del processes[rank]
+    _, alive = psutil.wait_procs(list(processes.values()), timeout=SURVIVORS_END_WITHIN_S + (fault is fill_disk) * 30)
     assert not alive, f"{fault.__name__}: still running after {SURVIVORS_END_WITHIN_S} s: {alive}"
     code, stderr = world.end()
     if fault is not fill_disk:  # it strikes at the next checkpoint

@@ -18,6 +18,7 @@ from tests.ranks.faults import (
     corrupt_store,
     fill_disk,
     kill,
+    kill_and_truncate,
     restore_store,
     stop,
     strike,
@@ -48,28 +49,33 @@ def strike_and_resume(config: Path, topo: str, faults: list[tuple[Fault, int]], 
     """One run that meets one fault after another, each at a random moment, and then goes on to its end."""
     steps = 10 + 30 * len(faults)
     topology = parse_topology(topo)
+    damaged = []
     for number, (fault, rank) in enumerate(faults):
         world = start(config, topo, "struck", steps)
         world.wait_for_step(5 + 30 * number + rng.randrange(CHECKPOINT_EVERY))
         time.sleep(rng.random() / 20)  # any moment within a step
         strike(world, fault, rank, topology.role(rank), config)
         restore_store(config)
+        if fault is kill_and_truncate:
+            damaged.append(truncate_newest_checkpoint(config, "struck", rng))
     train(config, topo, "struck", *overrides(steps))
     train(config, topo, "whole", *overrides(steps))
     assert [row["step"] for row in metrics(config, "struck")] == list(range(1, steps + 1))
     assert [row["loss"] for row in metrics(config, "struck")] == [row["loss"] for row in metrics(config, "whole")]
     assert_same_weights(weights(config, "struck", steps), weights(config, "whole", steps))
+    for name in damaged:
+        assert (config.parent / "runs/struck/checkpoints" / f"damaged_{name}").exists()
 
 
 def test_one_fault_after_another(make: Maker) -> None:
-    faults: list[tuple[Fault, int]] = [(kill, 0), (stop, 1), (throw, 1), (kill, 2), (fill_disk, 2), (corrupt_store, 0)]
-    strike_and_resume(make("qwen3"), "2-1", faults, random.Random(0))
+    faults: list[tuple[Fault, int]] = [(kill, 0), (stop, 1), (throw, 1), (kill_and_truncate, 2), (fill_disk, 2)]
+    strike_and_resume(make("qwen3"), "2-1", [*faults, (corrupt_store, 0)], random.Random(0))
 
 
 @pytest.mark.full
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("topo", "rank"), CASES)
-@pytest.mark.parametrize("fault", [kill, stop, throw])
+@pytest.mark.parametrize("fault", [kill, kill_and_truncate, stop, throw])
 def test_ten_moments(make: Maker, fault: Fault, topo: str, rank: int) -> None:
     strike_and_resume(make("qwen3"), topo, [(fault, rank)] * 10, random.Random(f"{fault.__name__} {topo} {rank}"))
 
@@ -85,26 +91,6 @@ def test_ten_full_disks(make: Maker, topo: str, rank: int) -> None:
 @pytest.mark.parametrize("topo", ["2-1", "x2"])
 def test_ten_corrupt_stores(make: Maker, topo: str) -> None:
     strike_and_resume(make("qwen3"), topo, [(corrupt_store, 0)] * 10, random.Random(topo))
-
-
-@pytest.mark.parametrize(
-    ("topo", "rank", "times"), [("1-1", 1, 1), *(pytest.param(*case, 10, marks=pytest.mark.full) for case in CASES)]
-)
-def test_truncated_checkpoints(make: Maker, topo: str, rank: int, times: int) -> None:
-    config, rng = make("qwen3"), random.Random(topo)
-    steps = 10 + 20 * times
-    for number in range(times):
-        world = start(config, topo, "struck", steps)
-        world.wait_for_step(11 + 20 * number + rng.randrange(CHECKPOINT_EVERY))
-        strike(world, kill, rank, parse_topology(topo).role(rank), config)
-        name = truncate_newest_checkpoint(config, "struck", rng)
-        world = start(config, topo, "struck", steps)
-        world.wait_for_step(14 + 20 * number)
-        strike(world, kill, rank, parse_topology(topo).role(rank), config)
-        assert (config.parent / "runs/struck/checkpoints" / f"damaged_{name}").exists()
-    train(config, topo, "struck", *overrides(steps))
-    train(config, topo, "whole", *overrides(steps))
-    assert_same_weights(weights(config, "struck", steps), weights(config, "whole", steps))
 
 
 def test_a_world_starts_again_by_itself(make: Maker) -> None:

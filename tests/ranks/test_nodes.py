@@ -36,7 +36,12 @@ def test_a_rank_that_dies_on_one_node_is_named_on_the_other(make: Maker) -> None
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGUSR1, -signal.SIGUSR1), (signal.SIGTERM, 1), (signal.SIGKILL, -signal.SIGKILL)]
+    ("number", "code"),
+    [
+        (signal.SIGUSR1, -signal.SIGUSR1),
+        (signal.SIGTERM, 1),
+        pytest.param(signal.SIGKILL, -signal.SIGKILL, marks=pytest.mark.full),
+    ],
 )
 def test_ranks_checkpoint_and_end_with_their_agent(make: Maker, number: signal.Signals, code: int) -> None:
     """torchrun itself dies of SIGUSR1 and SIGKILL, and returns 1 on SIGTERM."""

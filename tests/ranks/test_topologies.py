@@ -21,7 +21,6 @@ DESIGN_KEYS = {
     ("kind", "topologies"),
     [
         ("qwen3", TOPOLOGIES),
-        ("hybrid", ["1-1", "2-2"]),
         *(pytest.param(kind, MORE, marks=pytest.mark.full) for kind in ("qwen3", "llama", "hybrid")),
     ],
 )
@@ -70,7 +69,7 @@ def test_other_targets_train_export_and_evaluate(make: Maker, kind: str) -> None
     assert figures["greedy_equal"] == figures["prompts"] == 2
 
 
-@pytest.mark.parametrize("topo", ["1-1", "1-2"])
+@pytest.mark.parametrize("topo", [pytest.param("1-1", marks=pytest.mark.full), "1-2"])
 def test_traces_of_every_rank_do_not_harm_the_run(make: Maker, topo: str) -> None:
     """Messages are on their way when the window ends; torch must not write their end into freed memory."""
     config = make("qwen3")
@@ -105,6 +104,7 @@ def test_a_finished_run_says_so_and_another_config_is_refused(make: Maker) -> No
     assert "train.learning_rate: 0.003 -> 1.0" in other.stderr and other.stderr.count("\n") == 1
 
 
+@pytest.mark.full
 def test_an_outer_torchrun_works_too(make: Maker) -> None:
     import subprocess
     import sys
