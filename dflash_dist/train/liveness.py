@@ -12,12 +12,10 @@ import dataclasses
 import datetime
 import json
 import os
-import signal
-import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -26,6 +24,7 @@ from torch.distributed import DistError, Store
 
 from dflash_dist.errors import UserError
 from dflash_dist.topology import Topology
+from dflash_dist.train.processes import OWN, ProcessIdentity
 
 WORLD_FOLDER = "DFLASH_DIST_WORLD_FOLDER"
 """Names, in the environment of ranks that our launcher started, the folder where it looks for places and a verdict."""
@@ -36,8 +35,6 @@ DEAD_AFTER_S = 20.0
 which the others are to end."""
 JOIN_WITHIN_S = 600.0
 """Ranks may start so far apart: machines read Python and its packages at very different speeds."""
-STALLED_AFTER_S = 1200.0
-"""Where no rank has come to another batch for so long, none will."""
 LEAVE_WITHIN_S = 60.0
 NO_PLACE = "none yet"
 TOLD = "told to all ranks"
@@ -73,20 +70,74 @@ def read_place(folder: Path, rank: int) -> str:
         return NO_PLACE
 
 
+@dataclass(frozen=True)
+class Beat:
+    """A rank's sign of life."""
+
+    count: int
+    place: str
+    places: int
+    """How many batches the rank has come to."""
+    moved_s: float
+    """When it came to the last of them, by its clock."""
+    pausing: bool
+    process: ProcessIdentity
+
+    @classmethod
+    def parse(cls, text: Any) -> Beat:
+        """The beat that a store holds as JSON."""
+        facts = json.loads(text)
+        return cls(**facts | {"process": ProcessIdentity(**facts["process"])})
+
+
+NO_BEAT = Beat(0, NO_PLACE, 0, 0.0, False, ProcessIdentity("", "", 0, ""))
+
+
+class Pace:
+    """How long the world has stood still, and from how long that is a hang."""
+
+    def __init__(
+        self, at_least_s: float = 120.0, at_most_s: float = 1200.0, gaps: float = 20.0, moves_to_know: int = 10
+    ) -> None:
+        """A hang is a standstill of `gaps` times the longest that the run has got over, within the two bounds.
+
+        The least is more than a network drive may take to answer. Until the run has moved in `moves_to_know` looks at
+        it, the most is waited for: its first batches may be slow.
+        """
+        self._at_least_s, self._at_most_s, self._gaps, self._moves_to_know = at_least_s, at_most_s, gaps, moves_to_know
+        self._places, self._moved_s = -1, 0.0
+        self._moves, self._longest_gap_s = 0, 0.0
+
+    def still_s(self, beats: Sequence[Beat], now_s: float, awake: bool) -> float:
+        """Seconds since any rank came to another batch, as far as none had reason to pause."""
+        places = sum(beat.places for beat in beats)
+        if places != self._places:
+            self._longest_gap_s = max(self._longest_gap_s, now_s - self._moved_s) if self._moves else 0.0
+            self._moves += 1
+        if places != self._places or not awake or any(beat.pausing for beat in beats):
+            self._places, self._moved_s = places, now_s
+        return now_s - self._moved_s
+
+    def limit_s(self) -> float:
+        """Seconds of standstill that are taken for a hang."""
+        if self._moves < self._moves_to_know:
+            return self._at_most_s
+        return min(self._at_most_s, max(self._at_least_s, self._gaps * self._longest_gap_s))
+
+
 class Watch:
     """One rank's part in the watch, from `start` to `stop`."""
 
-    def __init__(
-        self, store: Store, rank: int, topology: Topology, parent: int, stalled_after_s: float = STALLED_AFTER_S
-    ) -> None:
+    def __init__(self, store: Store, rank: int, topology: Topology, parent: int, pace: Pace | None = None) -> None:
         """`store` must be a client of its own: a call that waits would hold up the other users of a shared one.
 
         `parent`: the process that started this one.
         """
         self._store, self._rank, self._topology = store, rank, topology
-        self._stalled_after_s = stalled_after_s
+        self._pace = pace or Pace()
         self._folder = Path(os.environ[WORLD_FOLDER]) if WORLD_FOLDER in os.environ else None
-        self._place, self._places = NO_PLACE, 0
+        self._place, self._places, self._moved_s = NO_PLACE, 0, 0.0
+        self._pausing = False
         self._place_file = -1
         if self._folder is not None:
             self._place_file = os.open(self._folder / f"place_{rank}", os.O_WRONLY | os.O_CREAT, 0o600)
@@ -120,10 +171,19 @@ class Watch:
 
     def at(self, place: str) -> None:
         """Notes the batch that this rank has come to."""
-        self._place, self._places = place, self._places + 1
+        self._place, self._places, self._moved_s = place, self._places + 1, time.time()
         if self._place_file >= 0:
             with contextlib.suppress(OSError):  # a full disk is told of by what needs it
                 os.pwrite(self._place_file, place.ljust(60).encode(), 0)
+
+    @contextlib.contextmanager
+    def pausing(self) -> Iterator[None]:
+        """A block that may take minutes, such as waiting for a disk; no standstill during it is taken for a hang."""
+        self._pausing = True
+        try:
+            yield
+        finally:
+            self._pausing = False
 
     def failed(self, error: Exception) -> None:
         """Tells the others of this rank's error; where another rank is the cause, waits for the verdict and ends."""
@@ -152,7 +212,7 @@ class Watch:
                 if self._rank == 0:
                     self._judge(heard, began_s)
                 elif self._store.check(["beat/0"]):
-                    self._lead = _Beat.parse(self._store.get("beat/0"))
+                    self._lead = Beat.parse(self._store.get("beat/0"))
             except RuntimeError:  # DistError, and what the store's sockets raise
                 if self._stopped.is_set():
                     return
@@ -160,7 +220,7 @@ class Watch:
             self._answered_s = time.monotonic()
 
     def _beat(self, count: int) -> None:
-        beat = _Beat(count, self._place, self._places, OWN)
+        beat = Beat(count, self._place, self._places, self._moved_s, self._pausing, OWN)
         self._store.set(f"beat/{self._rank}", json.dumps(dataclasses.asdict(beat)))
 
     def _judge(self, heard: dict[int, _Heard], began_s: float) -> None:
@@ -175,8 +235,8 @@ class Watch:
         awake = now_s - self._answered_s < DEAD_AFTER_S / 4  # else it was this process that slept
         silent = []
         for rank, text in enumerate(self._store.multi_get(keys)):
-            beat = _Beat.parse(text)
-            last = heard.setdefault(rank, _Heard(beat, now_s, now_s))
+            beat = Beat.parse(text)
+            last = heard.setdefault(rank, _Heard(beat, now_s))
             last.update(beat, now_s, awake)
             is_gone = beat.process.has_ended_here()
             if (is_gone or now_s - last.beat_s > DEAD_AFTER_S) and not self._store.check([f"left/{rank}"]):
@@ -187,10 +247,11 @@ class Watch:
             rank, beat = silent[0]
             why = f"gives no sign of life since {DEAD_AFTER_S:.0f} s: process {beat.process} hangs"
             self._sentence(rank, why, [beat for _, beat in silent])
-        running = [(last.place_s, rank) for rank, last in heard.items() if last.beat.places]
-        if running and now_s - max(running)[0] > self._stalled_after_s:
-            rank = min(running)[1]
-            why = f"was the first to stand still, and no rank has moved for {self._stalled_after_s:.0f} s"
+        beats = [last.beat for last in heard.values()]
+        still_s = self._pace.still_s(beats, now_s, awake)
+        if still_s > self._pace.limit_s() and all(beat.places for beat in beats):
+            rank = min(heard, key=lambda rank: heard[rank].beat.moved_s)
+            why = f"was the first to stand still, and no rank has come to another batch for {still_s:.0f} s"
             self._sentence(rank, why, [heard[rank].beat])
 
     def _guard_loop(self, orphaned: Callable[[], None]) -> None:
@@ -209,12 +270,12 @@ class Watch:
                 if not self._places:
                     os._exit(1)  # nothing to save, and minutes until a loop would hear of it
 
-    def _sentence(self, rank: int, why: str, beats: list[_Beat], is_gone: bool = False) -> NoReturn:
+    def _sentence(self, rank: int, why: str, beats: list[Beat], is_gone: bool = False) -> NoReturn:
         """Ends the world for a rank that cannot speak for itself; `beats`: the last ones of it and of its like."""
         message = f"{self._named(rank)} {why}; its last batch: {self._last_place(rank, beats[0])}"
         self._end(Verdict(rank, message, is_gone=is_gone), beats)
 
-    def _last_place(self, rank: int, beat: _Beat) -> str:
+    def _last_place(self, rank: int, beat: Beat) -> str:
         """The last batch of a rank: up to date where it runs on this machine, else up to a beat old."""
         return beat.place if self._folder is None else read_place(self._folder, rank)
 
@@ -227,7 +288,7 @@ class Watch:
         self._lead.process.kill_here()
         os._exit(1)
 
-    def _end(self, verdict: Verdict, beats: Sequence[_Beat] = ()) -> NoReturn:
+    def _end(self, verdict: Verdict, beats: Sequence[Beat] = ()) -> NoReturn:
         """Ends this process without its main thread, which may wait for ever for the rank that failed."""
         self._claim(verdict)
         for beat in beats:
@@ -259,88 +320,15 @@ class Watch:
         return f"rank {rank} ({self._topology.role(rank)})"
 
 
-@dataclass(frozen=True)
-class ProcessIdentity:
-    """Which process of which machine, so that none is taken for another with the same number."""
-
-    host: str
-    machine: str
-    """Of this start of the kernel, and this set of process numbers: a container has its own."""
-    pid: int
-    started_ticks: str
-
-    @classmethod
-    def of_this(cls) -> ProcessIdentity:
-        """Of the calling process; without a machine where there is no /proc to tell of others."""
-        pid, machine = os.getpid(), ""
-        if PROC.is_dir():
-            boot = (PROC / "sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
-            machine = f"{boot} {os.readlink(PROC / 'self/ns/pid')}"
-        return cls(socket.gethostname(), machine, pid, _started_ticks(pid))
-
-    def is_here(self) -> bool:
-        """Whether it is a process of this machine, of which we can tell."""
-        return bool(self.machine) and self.machine == OWN.machine
-
-    def has_ended_here(self) -> bool:
-        """Whether it was a process of this machine that is no more."""
-        return self.is_here() and _started_ticks(self.pid) != self.started_ticks
-
-    def kill_here(self) -> None:
-        """Ends the process at once, if it runs on this machine and is another one."""
-        if self.is_here() and self.pid != OWN.pid and not self.has_ended_here():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)
-
-    def __str__(self) -> str:
-        return f"{self.pid} on {self.host}"
-
-
-PROC = Path("/proc")
-
-
-def _started_ticks(pid: int) -> str:
-    """When the kernel started a process, by a clock that nobody sets; empty for one that has ended."""
-    try:
-        # The name stands in parentheses and may hold any character. See proc(5).
-        fields = (PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return ""
-    state, started_ticks = fields[0], fields[19]
-    return "" if state in "ZX" else started_ticks
-
-
-OWN = ProcessIdentity.of_this()
-
-
-@dataclass(frozen=True)
-class _Beat:
-    count: int
-    place: str
-    places: int
-    """How many batches the rank has come to."""
-    process: ProcessIdentity
-
-    @classmethod
-    def parse(cls, text: Any) -> _Beat:
-        facts = json.loads(text)
-        return cls(**facts | {"process": ProcessIdentity(**facts["process"])})
-
-
-NO_BEAT = _Beat(0, NO_PLACE, 0, ProcessIdentity("", "", 0, ""))
-
-
 class _Heard:
-    """A rank's last beat, and when it and the place in it changed."""
+    """A rank's last beat, and when it came."""
 
-    def __init__(self, beat: _Beat, beat_s: float, place_s: float) -> None:
-        self.beat, self.beat_s, self.place_s = beat, beat_s, place_s
+    def __init__(self, beat: Beat, beat_s: float) -> None:
+        self.beat, self.beat_s = beat, beat_s
 
-    def update(self, beat: _Beat, now_s: float, awake: bool) -> None:
+    def update(self, beat: Beat, now_s: float, awake: bool) -> None:
         if beat.count != self.beat.count or not awake:
             self.beat_s = now_s
-        if beat.places != self.beat.places:
-            self.place_s = now_s
         self.beat = beat
 
 

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from dflash_dist.errors import UserError
+from dflash_dist.errors import RunFailed, UserError
 from dflash_dist.topology import Topology
+from dflash_dist.train.liveness import JOIN_WITHIN_S
 
 START_TIMEOUT = datetime.timedelta(minutes=30)
 """The other ranks may wait this long for a target of tens of GiB to be read."""
@@ -56,14 +57,17 @@ def _connect(launcher_store: dist.Store) -> dist.TCPStore:
     An agent that restarts its ranks may keep its own store, and in it the port of the world before: nobody listens
     there any more, and rank 0 is about to write another.
     """
-    give_up_s = time.monotonic() + START_TIMEOUT.total_seconds()
+    give_up_s = time.monotonic() + JOIN_WITHIN_S
     while True:
         port = int(launcher_store.get(PORT_KEY))
         try:
             store = dist.TCPStore(os.environ["MASTER_ADDR"], port, wait_for_workers=False, timeout=CONNECT_TIMEOUT)
         except dist.DistError:
             if time.monotonic() > give_up_s:
-                raise
+                raise RunFailed(
+                    f"rank 0 has not answered at {os.environ['MASTER_ADDR']}:{port} for {JOIN_WITHIN_S:.0f} s; it "
+                    "failed, or a firewall keeps this port from the other nodes"
+                ) from None
             continue
         store.set_timeout(START_TIMEOUT)
         return store

@@ -116,7 +116,7 @@ class StepReports:
         assert self._pending[-1].step == step
         self._pending[-1].checkpoint = True
         if self._checkpoints:
-            with span("checkpoint"):
+            with span("checkpoint"), self._context.watch.pausing():  # the one before may still be on its way
                 self._checkpoints.copy()
 
     def finish(self) -> None:
@@ -124,7 +124,8 @@ class StepReports:
         while self._pending:
             self._finish(self._pending.popleft())
         if self._checkpoints:
-            self._checkpoints.wait()
+            with self._context.watch.pausing():
+                self._checkpoints.wait()
 
     def _finish(self, pending: _Pending) -> None:
         """Checks a step's numbers, and writes the row and the checkpoint that are due: a row before each checkpoint.

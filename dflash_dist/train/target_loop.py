@@ -35,7 +35,8 @@ def target_loop(
         if stop_step is not None and work.step > stop_step:
             break
         context.watch.at(work.place)
-        context.trace.advance(work.step)
+        with context.watch.pausing():  # the end of a trace is written here
+            context.trace.advance(work.step)
         channel = channels[work.drafter]
         with span("wait_slot"):
             slot_MF = channel.acquire()

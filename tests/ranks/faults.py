@@ -14,23 +14,29 @@ import psutil
 
 from tests.ranks.cli import Running
 
-SURVIVORS_END_WITHIN_S, WORLD_ENDS_WITHIN_S = 30, 45
 INJECTOR = """
 import ctypes, os, threading, time
 
 class InjectedFault(Exception):
     pass
 
-def wait_for_trigger(trigger, main):
-    while not os.path.exists(trigger):
+def hang_at_the_next_batch():
+    from dflash_dist.train.liveness import Watch
+    Watch.at = lambda *_: time.sleep(1e6)
+
+def wait_for_trigger(folder, rank, main):
+    while not os.path.exists(os.path.join(folder, "raise_" + rank)):
         time.sleep(0.002)
+        if os.path.exists(os.path.join(folder, "hang_" + rank)):
+            return hang_at_the_next_batch()
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(main), ctypes.py_object(InjectedFault))
 
 if "RANK" in os.environ and "FAULT_FOLDER" in os.environ:
-    trigger = os.path.join(os.environ["FAULT_FOLDER"], "raise_" + os.environ["RANK"])
-    threading.Thread(target=wait_for_trigger, args=(trigger, threading.get_ident()), daemon=True).start()
+    arguments = (os.environ["FAULT_FOLDER"], os.environ["RANK"], threading.get_ident())
+    threading.Thread(target=wait_for_trigger, args=arguments, daemon=True).start()
 """
-"""A `sitecustomize` that raises an exception in a rank's main thread, wherever that is, once a file appears."""
+"""A `sitecustomize` that raises an exception in a rank's main thread, wherever that is, or makes its work hang, once a
+file appears."""
 
 
 def kill(world: Running, rank: int, config: Path) -> str:
@@ -54,6 +60,12 @@ def throw(world: Running, rank: int, config: Path) -> str:
     """An exception at whatever line the rank's main thread is."""
     (config.parent / f"raise_{rank}").touch()
     return f"error: rank {rank} ({{role}}) failed at step "
+
+
+def hang(world: Running, rank: int, config: Path) -> str:
+    """The rank's work hangs, but its process lives on."""
+    (config.parent / f"hang_{rank}").touch()
+    return f"error: rank {rank} ({{role}}) was the first to stand still, and no rank has come to another batch for 1"
 
 
 def fill_disk(world: Running, rank: int, config: Path) -> str:
@@ -91,21 +103,29 @@ def truncate_newest_checkpoint(config: Path, run: str, rng: random.Random) -> st
 
 
 Fault = Callable[[Running, int, Path], str]
-EXIT_CODES: dict[Fault, int] = {kill: 1, kill_and_truncate: 1, stop: 1, throw: 1, fill_disk: 2, corrupt_store: 2}
+EXIT_CODES: dict[Fault, int] = {
+    kill: 1,
+    kill_and_truncate: 1,
+    stop: 1,
+    throw: 1,
+    hang: 1,
+    fill_disk: 2,
+    corrupt_store: 2,
+}
 
 
-def strike(world: Running, fault: Fault, rank: int, role: str, config: Path) -> str:
+def strike(world: Running, fault: Fault, rank: int, role: str, config: Path, within_s: float = 30) -> str:
     """Does the fault to a running world and holds it to what must follow; returns its stderr."""
     processes = world.ranks()
     began_s = time.monotonic()
     expected = fault(world, rank, config).format(role=role)
     if fault in (kill, kill_and_truncate, stop):
         del processes[rank]
-    _, alive = psutil.wait_procs(list(processes.values()), timeout=SURVIVORS_END_WITHIN_S + (fault is fill_disk) * 30)
-    assert not alive, f"{fault.__name__}: still running after {SURVIVORS_END_WITHIN_S} s: {alive}"
+    _, alive = psutil.wait_procs(list(processes.values()), timeout=within_s + (fault is fill_disk) * 30)
+    assert not alive, f"{fault.__name__}: still running after {within_s} s: {alive}"
     code, stderr = world.end()
     if fault is not fill_disk:  # it strikes at the next checkpoint
-        assert time.monotonic() - began_s < WORLD_ENDS_WITHIN_S
+        assert time.monotonic() - began_s < within_s + 15
     first_error = next((line for line in stderr.splitlines() if line.startswith("error: ")), stderr[-500:])
     assert expected in first_error and code == EXIT_CODES[fault], (code, first_error)
     if EXIT_CODES[fault] == 1:

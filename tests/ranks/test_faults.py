@@ -17,6 +17,7 @@ from tests.ranks.faults import (
     Fault,
     corrupt_store,
     fill_disk,
+    hang,
     kill,
     kill_and_truncate,
     restore_store,
@@ -38,7 +39,7 @@ def overrides(steps: int) -> list[str]:
 
 def start(config: Path, topo: str, run: str, steps: int) -> Running:
     (config.parent / "sitecustomize.py").write_text(INJECTOR, encoding="utf-8")
-    for trigger in config.parent.glob("raise_*"):
+    for trigger in [*config.parent.glob("raise_*"), *config.parent.glob("hang_*")]:
         trigger.unlink()
     folder = str(config.parent)
     path = os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")])
@@ -91,6 +92,15 @@ def test_ten_full_disks(make: Maker, topo: str, rank: int) -> None:
 @pytest.mark.parametrize("topo", ["2-1", "x2"])
 def test_ten_corrupt_stores(make: Maker, topo: str) -> None:
     strike_and_resume(make("qwen3"), topo, [(corrupt_store, 0)] * 10, random.Random(topo))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("topo", "rank"), [("2-1", 1), ("2-1", 2)])
+def test_work_that_hangs(make: Maker, topo: str, rank: int) -> None:
+    config = make("qwen3")
+    world = start(config, topo, "run", 10_000)
+    world.wait_for_step(500)  # the watch wants to have seen the run's pace
+    strike(world, hang, rank, parse_topology(topo).role(rank), config, within_s=170)
 
 
 def test_a_world_starts_again_by_itself(make: Maker) -> None:
