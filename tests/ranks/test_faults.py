@@ -99,7 +99,9 @@ def test_ten_corrupt_stores(make: Maker, topo: str) -> None:
 def test_work_that_hangs(make: Maker, topo: str, rank: int) -> None:
     config = make("qwen3")
     world = start(config, topo, "run", 10_000)
-    world.wait_for_step(500)  # the watch wants to have seen the run's pace
+    world.wait_for_step(1)
+    while metrics(config, "run")[-1]["time_s"] < 20:  # the watch wants to have seen the run's pace
+        world.wait_for_step(len(metrics(config, "run")) + 1)
     strike(world, hang, rank, parse_topology(topo).role(rank), config, within_s=170)
 
 
