@@ -11,7 +11,7 @@ import time
 
 from torch.distributed import Store
 
-from dflash_dist.errors import RunFailed
+from dflash_dist.errors import RunFailed, UserError
 
 POLL_S = 0.02
 
@@ -36,6 +36,27 @@ class Control:
 
     def agree_on(self, name: str, value: str) -> None:
         """Checks that every rank holds the same `value`; RunFailed names the rank that does not."""
+        first = self._of_rank_0(name, value)
+        if first != value:
+            raise RunFailed(f"{name} of rank {self._rank} is {value[:16]}, but rank 0 has {first[:16]}")
+
+    def agree_on_command(self, facts: str) -> None:
+        """Checks that every rank was started with the same `facts`, a line each; UserError shows the lines that differ.
+
+        Each node has a command line of its own.
+        """
+        first = self._of_rank_0("command", facts)
+        own_lines, first_lines = facts.splitlines(), first.splitlines()
+        own = "; ".join(line.strip() for line in own_lines if line not in first_lines)
+        other = "; ".join(line.strip() for line in first_lines if line not in own_lines)
+        if own or other:
+            raise UserError(
+                f"rank {self._rank} was started with another config or --run than rank 0 ({own or 'nothing'} instead "
+                f"of {other or 'nothing'}); give every node the same command"
+            )
+
+    def _of_rank_0(self, name: str, value: str) -> str:
+        """What rank 0 gave for `name`, at which it arrives too."""
         key = f"agree/{name}"
         if self._rank == 0:
             self._store.set(key, value)
@@ -43,9 +64,7 @@ class Control:
         while not self._store.check([key]):  # rank 0 may prepare data for hours, longer than a `get` waits
             time.sleep(wait_s)
             wait_s = min(2 * wait_s, 1.0)
-        first = self._store.get(key).decode()
-        if first != value:
-            raise RunFailed(f"{name} of rank {self._rank} is {value[:16]}, but rank 0 has {first[:16]}")
+        return str(self._store.get(key).decode())
 
     def lead_stop(self, step: int, lag_steps: int) -> None:
         """Called by the first drafter rank after each step: names the last step, once any rank was asked to stop.

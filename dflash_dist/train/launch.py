@@ -64,6 +64,11 @@ def train(
     `arguments` start the same command on every rank. `finish`: export and evaluate at the end. `allow_slow`: train even
     where the environment check finds errors. `max_restarts`: how often a world that failed starts again.
     """
+    if max_restarts and in_world() and not launched_here():
+        raise UserError(
+            f"--max-restarts {max_restarts} is for worlds that this command starts; here torchrun starts them again: "
+            "give it its own --max-restarts, or set MAX_RESTARTS for a script of launchers/"
+        )
     if topology.nodes > 1 and not in_world():
         raise UserError(
             f"topology {topology} runs on {topology.nodes} nodes: start the command with torchrun on each of them, as "
@@ -166,8 +171,11 @@ def begin_run(config: Config, topology: Topology, device_type: str, folder: Path
         set_damaged_aside(folder / CHECKPOINTS)
         resumes = newest_checkpoint(folder / CHECKPOINTS) is not None
         record_begin(config, inputs, environment(config, findings), folder, resumes=resumes)
-        for name in (CHECKPOINTS, "tb"):  # profile/ is made with the first trace
-            (folder / name).mkdir(exist_ok=True)
+        try:
+            for name in (CHECKPOINTS, "tb"):  # profile/ is made with the first trace
+                (folder / name).mkdir(exist_ok=True)
+        except OSError as error:
+            raise UserError(f"run folder {folder} cannot be filled: {error}; remove what is in the way") from None
         yield
 
 
@@ -197,11 +205,18 @@ def export_checkpoint(
 
     `which`: last, best or a step, as `find_checkpoint` takes it.
     """
-    checkpoint = find_checkpoint(folder / CHECKPOINTS, which)
+    while True:
+        checkpoint = find_checkpoint(folder / CHECKPOINTS, which)
+        model = DFlashDrafter(checkpoint.drafter)
+        try:
+            checkpoint.load_weights(model)
+            break
+        except OSError:
+            if checkpoint.folder.exists():
+                raise
+            # A run that goes on has written a newer one in its place.
     if which != "last":
         print(f"checkpoint: step {checkpoint.step}, val_loss {checkpoint.val_loss}", file=sys.stderr)
-    model = DFlashDrafter(checkpoint.drafter)
-    checkpoint.load_weights(model)
     if replace and out.exists():
         shutil.rmtree(out)
     write(model, out)

@@ -75,6 +75,9 @@ def launch_world(topology: Topology, device_type: str, arguments: list[str], sto
             too_early = any(failure.exitcode == -STOP_SIGNAL for failure in error.failures.values())
             if stopper.received is None or not too_early:
                 raise _first_cause(error, topology, Path(folder)) from None
+        except json.JSONDecodeError:
+            # torch reads what a rank wrote of its end, and that was cut short.
+            raise RunFailed(f"a rank failed and could not say why: is the disk of {folder} full?") from None
         except SignalException:
             stopper.received = signal.SIGINT
             raise KeyboardInterrupt from None

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -24,7 +25,9 @@ def free_port() -> int:
 class Agents:
     """One torchrun a node, all on this machine."""
 
-    def __init__(self, config: Path, topo: str, run: str, *overrides: str, max_restarts: int = 0) -> None:
+    def __init__(
+        self, config: Path, topo: str, run: str, *overrides: str, max_restarts: int = 0, of_node: Sequence[str] = ()
+    ) -> None:
         topology = parse_topology(topo)
         self._metrics = config.parent / "runs" / run / "metrics.jsonl"
         endpoint = f"localhost:{free_port()}"
@@ -42,9 +45,10 @@ class Agents:
         torchrun += ["--run", run, "--device", "cpu", *overrides]
         self.logs = [config.parent / f"{run}_node{node}.log" for node in range(topology.nodes)]
         self.agents = []
-        for log in self.logs:
+        for node, log in enumerate(self.logs):
             with log.open("w") as file:
-                self.agents.append(subprocess.Popen(torchrun, stdout=file, stderr=file, env=ENVIRONMENT))
+                command = [*torchrun, *of_node[node : node + 1]]
+                self.agents.append(subprocess.Popen(command, stdout=file, stderr=file, env=ENVIRONMENT))
 
     def wait_for_step(self, step: int) -> None:
         """Until the metrics tell that `step` is done."""

@@ -65,6 +65,14 @@ def test_a_stop_asked_of_any_rank_stops_all(make: Maker) -> None:
     assert weights(config, "run", len(metrics(config, "run")))
 
 
+def test_nodes_that_were_given_different_commands_are_refused(make: Maker) -> None:
+    rates = ["train.learning_rate=0.1", "train.learning_rate=0.2"]
+    world = Agents(make("qwen3"), "x1@2", "run", of_node=rates)
+    assert all(world.end())
+    (error,) = {line for line in world.text().splitlines() if line.startswith("error: ")}
+    assert "with another config or --run than rank 0 (learning_rate: 0." in error and "the same command" in error
+
+
 @pytest.mark.full
 def test_torchrun_starts_a_world_again(make: Maker) -> None:
     """Its agents may count restarts differently, and keep a store in which the world before left its port."""
