@@ -329,6 +329,11 @@ def config_text(config: Config) -> str:
     return yaml.safe_dump(_plain(dataclasses.asdict(config)), sort_keys=False)
 
 
+def config_lines(config: Config) -> list[str]:
+    """Each key of the configuration as `section.key: value`."""
+    return [f"{key}: {value}" for key, value in _flatten(dataclasses.asdict(config)).items()]
+
+
 def config_difference(old: Config, new: Config) -> list[str]:
     """Each key whose value differs, as `section.key: old -> new`."""
     old_flat, new_flat = _flatten(dataclasses.asdict(old)), _flatten(dataclasses.asdict(new))

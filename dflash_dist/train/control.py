@@ -40,15 +40,13 @@ class Control:
         if first != value:
             raise RunFailed(f"{name} of rank {self._rank} is {value[:16]}, but rank 0 has {first[:16]}")
 
-    def agree_on_command(self, facts: str) -> None:
-        """Checks that every rank was started with the same `facts`, a line each; UserError shows the lines that differ.
+    def agree_on_command(self, facts: list[str]) -> None:
+        """Checks that every rank was started with the same `facts`; UserError shows those that differ.
 
         Each node has a command line of its own.
         """
-        first = self._of_rank_0("command", facts)
-        own_lines, first_lines = facts.splitlines(), first.splitlines()
-        own = "; ".join(line.strip() for line in own_lines if line not in first_lines)
-        other = "; ".join(line.strip() for line in first_lines if line not in own_lines)
+        first = json.loads(self._of_rank_0("command", json.dumps(facts)))
+        own, other = ("; ".join(f for f in some if f not in rest) for some, rest in ((facts, first), (first, facts)))
         if own or other:
             raise UserError(
                 f"rank {self._rank} was started with another config or --run than rank 0 ({own or 'nothing'} instead "

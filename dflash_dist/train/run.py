@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dflash_dist.channel import ReceiveChannel, SendChannel, WaitClock, open_pair_groups, ring
-from dflash_dist.config import Config, config_text
+from dflash_dist.config import Config, config_lines
 from dflash_dist.drafter.model import DFlashDrafter
 from dflash_dist.errors import UserError
 from dflash_dist.export.plain import load_drafter
@@ -62,7 +62,7 @@ def run_rank(
     control.listen(signals)
     watch.start(orphaned=control.ask_stop)
     try:
-        control.agree_on_command(f"run: {run_folder.name}\n{config_text(config)}")
+        control.agree_on_command([f"--run: {run_folder.name}", *config_lines(config)])
         if world.rank == 0:
             begin()
         control.agree_on("begin", "")

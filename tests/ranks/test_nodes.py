@@ -70,7 +70,7 @@ def test_nodes_that_were_given_different_commands_are_refused(make: Maker) -> No
     world = Agents(make("qwen3"), "x1@2", "run", of_node=rates)
     assert all(world.end())
     (error,) = {line for line in world.text().splitlines() if line.startswith("error: ")}
-    assert "with another config or --run than rank 0 (learning_rate: 0." in error and "the same command" in error
+    assert "with another config or --run than rank 0 (train.learning_rate: 0." in error and "the same command" in error
 
 
 @pytest.mark.full

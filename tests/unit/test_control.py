@@ -4,6 +4,7 @@ import signal
 import pytest
 import torch.distributed as dist
 
+from dflash_dist.errors import UserError
 from dflash_dist.train.control import Control
 
 
@@ -22,3 +23,13 @@ def test_a_stop_is_heard_though_a_library_took_the_signal(number: signal.Signals
         assert control.stop_step() == 9
     finally:
         signal.signal(number, before)
+
+
+def test_facts_that_differ_are_shown_with_their_keys() -> None:
+    store = dist.HashStore()
+    Control(store, 0).agree_on_command(["train.seed: 1", "evaluate.seed: 0"])
+    Control(store, 1).agree_on_command(["train.seed: 1", "evaluate.seed: 0"])
+    with pytest.raises(
+        UserError, match=r"rank 2 .*\(train.seed: 0; evaluate.seed: 1 instead of train.seed: 1; evaluate"
+    ):
+        Control(store, 2).agree_on_command(["train.seed: 0", "evaluate.seed: 1"])
