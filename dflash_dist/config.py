@@ -28,7 +28,9 @@ class TargetConfig:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """auto: bfloat16 on CUDA, float32 on CPU."""
     attention: str = "sdpa"
-    """The attention implementation that transformers uses in the target."""
+    """The attention implementation that transformers uses in the target, where documents are padded to rows."""
+    compile: bool = True
+    """Fuse the target's element-wise work by torch.compile; on CUDA only."""
     trust_remote_code: bool = False
     """Run Python code that the model folder ships."""
 

@@ -35,14 +35,17 @@ def make_tokenizer(folder: Path) -> None:
 
 
 def target_config(kind: str) -> Any:
-    """The transformers configuration of a tiny `llama`, `qwen3`, `gemma2`, `gemma3`, `granite`, or `hybrid`."""
+    """The transformers configuration of a tiny target, by a name below; any other is the hybrid Qwen3.5."""
     from transformers import (
         Gemma2Config,
         Gemma3TextConfig,
         GraniteConfig,
         LlamaConfig,
+        Qwen3_5MoeTextConfig,
         Qwen3_5TextConfig,
         Qwen3Config,
+        Qwen3MoeConfig,
+        Qwen3NextConfig,
     )
 
     common = {
@@ -69,23 +72,37 @@ def target_config(kind: str) -> Any:
         return Gemma3TextConfig(**common)
     if kind == "granite":
         return GraniteConfig(**common, embedding_multiplier=12.0, logits_scaling=8.0)
-    return Qwen3_5TextConfig(
-        **(common | {"head_dim": 16}),
-        linear_num_value_heads=4,
-        linear_num_key_heads=2,
-        linear_key_head_dim=8,
-        linear_value_head_dim=8,
-        linear_conv_kernel_dim=4,
-        layer_types=[("full_attention" if i % 4 == 3 else "linear_attention") for i in range(LAYERS)],
-        tie_word_embeddings=False,
-        rope_parameters={
-            "rope_type": "default",
-            "rope_theta": 1e7,
-            "partial_rotary_factor": 0.5,
-            "mrope_section": [2, 1, 1],
-            "mrope_interleaved": True,
-        },
-    )
+    experts = {
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+        "decoder_sparse_step": 1,
+    }
+    if kind == "qwen3_moe":
+        return Qwen3MoeConfig(**common, **experts)
+    linear = {
+        "head_dim": 16,
+        "linear_num_value_heads": 4,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "linear_conv_kernel_dim": 4,
+        "layer_types": [("full_attention" if i % 4 == 3 else "linear_attention") for i in range(LAYERS)],
+        "tie_word_embeddings": False,
+    }
+    if kind == "qwen3_next":
+        return Qwen3NextConfig(**(common | linear), **experts)
+    rope = {
+        "rope_type": "default",
+        "rope_theta": 1e7,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+    }
+    if kind == "hybrid_moe":
+        return Qwen3_5MoeTextConfig(**(common | linear), **experts, rope_parameters=rope)
+    return Qwen3_5TextConfig(**(common | linear), rope_parameters=rope)
 
 
 def make_target(kind: str, folder: Path) -> Path:

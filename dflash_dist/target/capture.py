@@ -8,6 +8,8 @@ hidden size, F captured features, W values of a row of the wire format.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,8 +19,26 @@ from torch import Tensor, nn
 
 from dflash_dist.config import TargetConfig
 from dflash_dist.target.load import load_taps
-from dflash_dist.target.packing import RowGroup, row_groups
+from dflash_dist.target.packed import (
+    NotPackableError,
+    Pack,
+    fla_missing,
+    running,
+    to_device,
+    use_own_mixers,
+    use_packed_attention,
+)
+from dflash_dist.target.packing import RowGroup, one_row, row_groups
 from dflash_dist.wire import WireFormat
+
+Layout = Literal["packed", "rows"]
+TRIAL_LENGTHS = np.array([70, 33, 70, 129])
+"""Of the documents on which a forward is tried: with parts of chunks of the delta rule, and as rows one and two of a
+length, which torch.compile tells apart."""
+AGREEMENT = {torch.float32: 1e-3}
+"""Greatest relative difference between packed and padded states. Half types round: a deep model's last taps of random
+weights differ by some per cent, and a wrong mask or a leak by about 1."""
+AGREEMENT_OF_HALF_TYPES = 0.3
 
 
 class TargetForward:
@@ -32,8 +52,14 @@ class TargetForward:
         device: torch.device,
         last_state: bool = False,
         wire: Literal["full", "fp8"] = "full",
+        random_weights: bool = False,
+        layout: Layout | None = None,
     ) -> None:
-        self._model = load_taps(folder, settings, None if last_state else layer_ids[-1] + 1, device)
+        """`random_weights`: drawn on the device, from config.json alone. `layout`: how documents are kept apart.
+
+        Without one it is packed where that is fast and, by a trial on this very model, right; else right-padded rows.
+        """
+        self._model = load_taps(folder, settings, None if last_state else layer_ids[-1] + 1, device, random_weights)
         self._device = device
         self._layers = self._model.layers
         self._layer_ids = layer_ids
@@ -41,31 +67,59 @@ class TargetForward:
         hidden_size = self._model.config.get_text_config().hidden_size
         self.dtype: torch.dtype = next(self._model.parameters()).dtype
         self.wire = WireFormat(wire, len(layer_ids) + last_state, hidden_size, self.dtype)
+        self._hybrid = "linear_attention" in (getattr(self._model.config, "layer_types", None) or [])
+        use_own_mixers(self._model)
+        self.layout: Layout = "rows"
+        self.not_packed_because = ""
+        """Why documents are padded to rows; empty where they are packed."""
+        if layout != "rows":
+            self._try_to_pack(fast_only=layout is None)
+        if device.type == "cuda" and settings.compile:
+            self.compile_layers()
+
+    def compile_layers(self, backend: str = "inductor") -> None:
+        """Has each kind of layer run as one compiled graph. Compiles now; another mix of lengths does not again."""
+        for layer in self._layers:
+            layer.forward = torch.compile(layer.forward, dynamic=True, backend=backend)
+        self._trial(self._trial_tokens(), self.layout)
 
     @property
     def features(self) -> int:
         """F: values captured for each token."""
         return self.wire.features
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def capture(self, tokens_T: Tensor, lengths_N: np.ndarray, out_TW: Tensor) -> None:
         """Fills `out_TW` [T, W] with the states of the packed documents, in rows of `wire`.
 
         Where `wire` is full, W = F and tap k takes columns k*H to (k+1)*H. `tokens_T`: int64 ids on the host. A
         document's states do not depend on its neighbours in the pack.
         """
-        for group in row_groups(lengths_N):
-            self._run_group(tokens_T, group, out_TW)
+        self._capture(tokens_T, lengths_N, out_TW, self.wire, self.layout)
 
-    def _run_group(self, tokens_T: Tensor, group: RowGroup, out_TW: Tensor) -> None:
-        ids_RL = torch.zeros(group.shape, dtype=torch.int64, pin_memory=self._device.type == "cuda")
-        source_G, destination_G = torch.from_numpy(group.source), torch.from_numpy(group.destination)
-        ids_RL.view(-1)[source_G] = tokens_T[destination_G]
-        states = self._states(self._to_device(ids_RL))
-        self.wire.pack(states, self._to_device(source_G), self._to_device(destination_G), out_TW)
+    def _capture(
+        self, tokens_T: Tensor, lengths_N: np.ndarray, out_TW: Tensor, wire: WireFormat, layout: Layout
+    ) -> None:
+        packed = layout == "packed"
+        for group in [one_row(lengths_N)] if packed else row_groups(lengths_N):
+            states = self._states(tokens_T, group, Pack.of(lengths_N, self._device) if packed else None)
+            source_G, destination_G = (torch.from_numpy(x) for x in (group.source, group.destination))
+            wire.pack(states, to_device(source_G, self._device), to_device(destination_G, self._device), out_TW)
 
-    def _states(self, ids_RL: Tensor) -> list[Tensor]:
+    def _states(self, tokens_T: Tensor, group: RowGroup, pack: Pack | None) -> list[Tensor]:
         """The captured states [R, L, H] of all rows: references, as no layer writes into what another gave."""
+        ids_RL = torch.zeros(group.shape, dtype=torch.int64, pin_memory=self._device.type == "cuda")
+        ids_RL.view(-1)[torch.from_numpy(group.source)] = tokens_T[torch.from_numpy(group.destination)]
+        where = {} if pack is None else {"position_ids": pack.positions_1T}
+        if pack is not None and self._hybrid:
+            where["seq_idx"] = pack.document_1T
+        with self._keeping() as states_RLH, running(pack):
+            output = self._model(input_ids=to_device(ids_RL, self._device), use_cache=False, **where)
+        return [*states_RLH, output.last_hidden_state] if self._last_state else states_RLH
+
+    @contextlib.contextmanager
+    def _keeping(self) -> Iterator[list[Tensor]]:
+        """A list that takes the output of each tapped layer as it runs."""
         states_RLH: list[Tensor] = []
 
         def keep(module: nn.Module, inputs: Any, output: Tensor | tuple[Tensor, ...]) -> None:
@@ -73,13 +127,69 @@ class TargetForward:
 
         handles = [self._layers[layer].register_forward_hook(keep) for layer in self._layer_ids]
         try:
-            output = self._model(input_ids=ids_RL, use_cache=False)
+            yield states_RLH
         finally:
             for handle in handles:
                 handle.remove()
-        return [*states_RLH, output.last_hidden_state] if self._last_state else states_RLH
 
-    def _to_device(self, tensor: Tensor) -> Tensor:
-        if self._device.type == "cuda" and not tensor.is_pinned():
-            tensor = tensor.pin_memory()
-        return tensor.to(self._device, non_blocking=True)
+    def _try_to_pack(self, fast_only: bool) -> None:
+        """Takes the packed layout where a trial shows that the documents' states do not change by it."""
+        implementation = self._model.config._attn_implementation
+        if fast_only and (reason := self._packing_is_slow()):
+            self.not_packed_because = reason
+            return
+        try:
+            self._check_packing()
+            self.layout = "packed"
+        except Exception as error:  # an architecture not seen yet may fail in any way where documents are packed
+            self._model.config._attn_implementation = implementation
+            name = "" if isinstance(error, NotPackableError) else f"{type(error).__name__}: "
+            self.not_packed_because = name + " ".join(str(error).split())[:300]
+
+    def _packing_is_slow(self) -> str:
+        """Why packed documents would not be run by fused kernels, or an empty text."""
+        if self._hybrid and self._device.type != "cuda":
+            return "the delta rule has no fused kernel on the CPU"
+        if self._hybrid and (missing := fla_missing()):
+            return f"fla's kernels cannot be used ({missing})"
+        if self._device.type == "cuda" and self.dtype == torch.float32:
+            return "attention over packs has no fused kernel in float32"
+        return ""
+
+    def _check_packing(self) -> None:
+        """NotPackableError where packed documents see each other, or come out otherwise than in padded rows."""
+        tokens_T, middle = self._trial_tokens(), slice(TRIAL_LENGTHS[0], TRIAL_LENGTHS[:2].sum())
+        others_T = tokens_T.flip(0)
+        others_T[middle] = tokens_T[middle]
+
+        padded_TF = self._trial(tokens_T, "rows")
+        use_packed_attention(self._model)
+        packed_TF = self._trial(tokens_T, "packed")
+        apart = _difference(self._trial(others_T, "packed")[middle], packed_TF[middle])
+        # The sums of experts depend on what other tokens they are given, in their last bits.
+        if not apart <= (0 if getattr(self._model.config, "num_experts", None) is None else self._tolerance):
+            raise NotPackableError(f"a document's states change by {apart:.1e} with the documents beside it")
+        if not (difference := _difference(packed_TF, padded_TF)) <= self._tolerance:
+            raise NotPackableError(f"its states are {difference:.1e} away from those of padded rows")
+
+    def _trial_tokens(self) -> Tensor:
+        vocabulary = self._model.config.get_text_config().vocab_size
+        return torch.randint(0, vocabulary, (TRIAL_LENGTHS.sum(),), generator=torch.Generator().manual_seed(0))
+
+    @torch.no_grad()
+    def _trial(self, tokens_T: Tensor, layout: Layout) -> Tensor:
+        """The states [T, S, H] of the trial's documents, as they are."""
+        wire = WireFormat("full", self.wire.states, self.wire.hidden, self.dtype)
+        out_TF = torch.empty(len(tokens_T), wire.features, dtype=self.dtype, device=self._device)
+        self._capture(tokens_T, TRIAL_LENGTHS, out_TF, wire, layout)
+        return out_TF.unflatten(1, (wire.states, wire.hidden))
+
+    @property
+    def _tolerance(self) -> float:
+        return AGREEMENT.get(self.dtype, AGREEMENT_OF_HALF_TYPES)
+
+
+def _difference(states_TSH: Tensor, expected_TSH: Tensor) -> float:
+    """The relative difference of the worst tap, over its first documents' first tokens too, where leaks would show."""
+    parts = [(states_TSH[:n].float(), expected_TSH[:n].float()) for n in (8, len(states_TSH))]
+    return max(float(((ours - theirs).norm(dim=(0, 2)) / theirs.norm(dim=(0, 2))).max()) for ours, theirs in parts)

@@ -101,17 +101,42 @@ def torch_dtype(name: str, device: torch.device) -> torch.dtype:
     return dtype
 
 
-def load_taps(folder: Path | str, settings: TargetConfig, layers: int | None, device: torch.device) -> Any:
-    """The frozen decoder with its first `layers` layers alone, or all of them (None): no later layer, no head."""
+def load_taps(
+    folder: Path | str,
+    settings: TargetConfig,
+    layers: int | None,
+    device: torch.device,
+    random_weights: bool = False,
+) -> Any:
+    """The frozen decoder with its first `layers` layers alone, or all of them (None): no later layer, no head.
+
+    `random_weights`: drawn on the device; of the folder only config.json is read.
+    """
     config = _supported_config(folder, settings.trust_remote_code)
     if layers is not None:
         config = truncated_config(config, layers)
-    decoder = _load(folder, settings, config, device).get_decoder()
+    if random_weights:
+        decoder = _random_decoder(config, settings, device)
+    else:
+        decoder = _load(folder, settings, config, device, head=False).get_decoder()
     if not hasattr(decoder, "layers"):
         raise UserError(
             f"target {folder} is a {type(decoder).__name__}, whose layers cannot be tapped: it has no `layers`"
         )
     return decoder
+
+
+def _random_decoder(config: Any, settings: TargetConfig, device: torch.device) -> Any:
+    from transformers import AutoModel
+
+    with torch.device(device):
+        model = AutoModel.from_config(
+            config.get_text_config(),
+            dtype=torch_dtype(settings.dtype, device),
+            attn_implementation=settings.attention,
+            trust_remote_code=settings.trust_remote_code,
+        )
+    return model.get_decoder().eval().requires_grad_(False)
 
 
 def load_ends(folder: Path | str, settings: TargetConfig, device: torch.device) -> TargetEnds:
@@ -170,18 +195,16 @@ def truncated_config(config: Any, layers: int) -> Any:
     return config
 
 
-def _load(folder: Path | str, settings: TargetConfig, config: Any, device: torch.device) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    dtype = torch_dtype(settings.dtype, device)
+def _load(folder: Path | str, settings: TargetConfig, config: Any, device: torch.device, head: bool = True) -> Any:
+    """The model with the weights in `folder`, read straight to the device; without its head where not asked for."""
     try:
         with _quiet_transformers():
-            model, loading = AutoModelForCausalLM.from_pretrained(
+            model, loading = _model_class(config, settings, head).from_pretrained(
                 folder,
                 config=config,
-                dtype=dtype,
+                dtype=torch_dtype(settings.dtype, device),
+                device_map={"": device} if device.type == "cuda" else None,
                 attn_implementation=settings.attention,
-                trust_remote_code=settings.trust_remote_code,
                 use_safetensors=True,
                 ignore_mismatched_sizes=True,  # they are listed, and refused below
                 output_loading_info=True,
@@ -195,7 +218,24 @@ def _load(folder: Path | str, settings: TargetConfig, config: Any, device: torch
     if loading["missing_keys"] or loading["mismatched_keys"]:
         wrong = sorted(map(str, [*loading["missing_keys"], *loading["mismatched_keys"]]))
         raise UserError(f"target {folder} lacks {len(wrong)} weights of its config or has them misshapen: {wrong[:3]}")
-    return model.to(device).eval().requires_grad_(False)
+    return model.eval().requires_grad_(False)
+
+
+def _model_class(config: Any, settings: TargetConfig, head: bool) -> Any:
+    """The class of the causal language model that `config` describes, or one like it whose head holds no weights."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        whole = type(AutoModelForCausalLM.from_config(config, trust_remote_code=settings.trust_remote_code))
+    if head:
+        return whole
+
+    def without_head(self: Any, config: Any) -> None:
+        whole.__init__(self, config)
+        self.lm_head = nn.Identity()
+
+    members = {"__init__": without_head, "__module__": whole.__module__, "_tied_weights_keys": None}
+    return type(whole.__name__, (whole,), members)
 
 
 @contextlib.contextmanager

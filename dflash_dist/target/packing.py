@@ -1,4 +1,4 @@
-"""Laying the documents of a pack out as right-padded rows, and finding their tokens again.
+"""Laying the documents of a pack out as one row or as right-padded rows, and finding their tokens again.
 
 A causal model reads a right-padded row exactly: no real token sees the padding after it, nor another document.
 Rows of like length go together, so that little is computed in vain.
@@ -39,6 +39,12 @@ def row_groups(lengths_N: np.ndarray, max_padding_share: float = 0.15) -> list[R
         groups.append(_group(longest_first[first : first + count], starts_N, lengths_N, width))
         first += count
     return groups
+
+
+def one_row(lengths_N: np.ndarray) -> RowGroup:
+    """All documents behind each other in one row, without padding."""
+    tokens = np.arange(int(lengths_N.sum()))
+    return RowGroup((1, len(tokens)), tokens, tokens)
 
 
 def token_offsets(lengths_N: np.ndarray) -> np.ndarray:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -180,7 +181,7 @@ def _run_target(context: RankContext, clock: WaitClock) -> None:
 
 
 def _target_forward(context: RankContext) -> TargetForward:
-    return TargetForward(
+    forward = TargetForward(
         context.target_folder,
         context.config.target,
         context.drafter.target_layer_ids,
@@ -188,6 +189,9 @@ def _target_forward(context: RankContext) -> TargetForward:
         last_state=context.objective.needs_last_state,
         wire="full" if context.topology.shared else context.config.schedule.wire,
     )
+    if forward.not_packed_because and context.target_number == 0:
+        print(f"target: documents are padded to rows, since {forward.not_packed_because}", file=sys.stderr)
+    return forward
 
 
 def _warm_up_target(context: RankContext, forward: TargetForward, channels: dict[int, SendChannel]) -> None:

@@ -20,10 +20,10 @@ CONFIG = drafter_config(qwen3_config())
 def test_the_host_goes_on_while_the_gpu_is_busy(tmp_path: Path) -> None:
     tensors = training_tensors(random_drafter(CONFIG).to("cuda"))
     writer = CheckpointWriter(tmp_path, tensors, keep=2)
-    busy = torch.ones(8192, 8192, device="cuda")
+    for tensor in tensors.values():
+        tensor.clone().add_(1)  # a kernel's first launch waits for the device while it is loaded
     torch.cuda.synchronize()
-    for _ in range(50):
-        torch.mm(busy, busy)
+    torch.cuda._sleep(4_000_000_000)  # cycles: some two seconds
     copies = {name: tensor.clone() for name, tensor in tensors.items()}
     torch.cuda.set_sync_debug_mode("error")
     writer.copy()

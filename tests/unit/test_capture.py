@@ -1,5 +1,6 @@
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,10 +12,11 @@ from transformers import AutoModelForCausalLM
 
 from dflash_dist.config import TargetConfig
 from dflash_dist.errors import UserError
-from dflash_dist.target.capture import TargetForward
+from dflash_dist.target import packed
+from dflash_dist.target.capture import Layout, TargetForward
 from dflash_dist.target.load import load_ends, load_full, load_tokenizer, text_config
 from dflash_dist.target.packing import row_groups, token_offsets
-from tests.tiny import HIDDEN, TAPS, VOCAB, make_target
+from tests.tiny import HIDDEN, LAYERS, TAPS, VOCAB, make_target
 
 CPU = torch.device("cpu")
 
@@ -31,13 +33,22 @@ def test_rows_hold_every_token_once_with_little_padding(lengths: list[int]) -> N
         assert (token_offsets(lengths_N)[group.destination] == group.source % width).all()
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "hybrid"])
-def test_packed_states_equal_those_of_each_document_alone(kind: str, tmp_path: Path) -> None:
+RIGHT = packed.packed_attention
+HYBRIDS = ["hybrid", "qwen3_next", "hybrid_moe"]
+ARCHITECTURES = ["llama", "qwen3", "gemma3", "qwen3_moe", *HYBRIDS]
+
+
+@pytest.mark.parametrize("layout", ["packed", "rows"])
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_a_documents_states_are_those_of_it_alone(kind: str, layout: Layout, tmp_path: Path) -> None:
+    """At every tap, in float32; documents are shorter and longer than a chunk of the delta rule or a window."""
     folder = make_target(kind, tmp_path)
     settings = TargetConfig(model=str(folder), dtype="float32")
-    forward = TargetForward(folder, settings, tuple(TAPS), CPU)
-    assert forward.features == HIDDEN * len(TAPS)
-    lengths_N = np.array([7, 31, 3, 30, 12])
+    taps = tuple(range(LAYERS - 1))
+    forward = TargetForward(folder, settings, taps, CPU, layout=layout)
+    assert forward.layout == layout, forward.not_packed_because
+    assert forward.features == HIDDEN * len(taps)
+    lengths_N = np.array([7, 31, 3, 1, 130, 30, 64])
     tokens_T = torch.randint(0, VOCAB, (int(lengths_N.sum()),), generator=torch.Generator().manual_seed(0))
     out_TF = torch.full((len(tokens_T), forward.features), torch.nan)
     forward.capture(tokens_T, lengths_N, out_TF)
@@ -46,8 +57,93 @@ def test_packed_states_equal_those_of_each_document_alone(kind: str, tmp_path: P
     for part, ids in zip(out_TF.split(lengths_N.tolist()), tokens_T.split(lengths_N.tolist()), strict=True):
         with torch.no_grad():
             states = whole(input_ids=ids[None], output_hidden_states=True).hidden_states
-        expected = torch.cat([states[tap + 1][0] for tap in TAPS], dim=-1)
-        torch.testing.assert_close(part, expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
+        for tap, state in zip(taps, part.split(HIDDEN, dim=1), strict=True):
+            expected = states[tap + 1][0]
+            assert (state - expected).norm() <= 1e-4 * expected.norm(), tap
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "hybrid"])
+def test_a_value_that_is_not_finite_stays_in_its_document(kind: str, tmp_path: Path) -> None:
+    folder = make_target(kind, tmp_path)
+    forward = TargetForward(folder, TargetConfig(model=str(folder), dtype="float32"), tuple(TAPS), CPU, layout="packed")
+    with torch.no_grad():
+        forward._model.embed_tokens.weight[5] = torch.inf
+    tokens_T = torch.tensor([5, 5, 5, 5, 1, 2, 3, 4, 6, 5, 7])
+    out_TF = torch.empty(11, forward.features)
+    forward.capture(tokens_T, np.array([4, 4, 3]), out_TF)
+    assert out_TF[4:8].isfinite().all() and not out_TF[:4].isfinite().any() and not out_TF[9:].isfinite().any()
+
+
+def test_packed_is_the_layout_where_kernels_keep_documents_apart(tmp_path: Path) -> None:
+    for kind, layout, reason in (
+        ("llama", "packed", ""),
+        ("hybrid", "rows", "the delta rule has no fused kernel on the CPU"),
+        ("gemma2", "rows", "its attention takes softcap"),
+    ):
+        folder = make_target(kind, tmp_path / kind)
+        attention = "eager" if kind == "gemma2" else "sdpa"
+        settings = TargetConfig(model=str(folder), dtype="float32", attention=attention)
+        forward = TargetForward(folder, settings, tuple(TAPS), CPU)
+        assert (forward.layout, forward.not_packed_because) == (layout, reason)
+        assert forward._model.config._attn_implementation == ("dflash_packed" if layout == "packed" else attention)
+
+
+@pytest.mark.parametrize(
+    ("defect", "reason"),
+    [
+        (lambda q, k, v, scale, window: RIGHT(q, k, v, scale, 5), "away from those of padded rows"),
+        (lambda q, k, v, scale, window: _over_all(q, k, v, scale), "with the documents beside it"),
+        (lambda q, k, v, scale, window: q * torch.nan, "change by nan"),
+        (lambda q, k, v, scale, window: q[:, :1], "RuntimeError: "),
+    ],
+    ids=["window", "leak", "nan", "shape"],
+)
+def test_an_attention_that_does_otherwise_is_not_used(
+    defect: Any, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_target("qwen3", tmp_path)
+    monkeypatch.setattr(packed, "packed_attention", defect)
+    forward = TargetForward(folder, TargetConfig(model=str(folder), dtype="float32"), tuple(TAPS), CPU)
+    assert forward.layout == "rows" and reason in forward.not_packed_because
+
+
+def _over_all(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+    rows = [x.transpose(0, 1)[None] for x in (query, key, value)]
+    out = torch.nn.functional.scaled_dot_product_attention(*rows, is_causal=True, scale=scale, enable_gqa=True)
+    return out[0].transpose(0, 1)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "hybrid"])
+def test_another_mix_of_lengths_compiles_nothing(kind: str, tmp_path: Path) -> None:
+    """One graph for each kind of layer, whole, as the GPU compiles it."""
+    from torch._dynamo.utils import counters
+
+    folder = make_target(kind, tmp_path)
+    forward = TargetForward(folder, TargetConfig(model=str(folder), dtype="float32"), tuple(TAPS), CPU, layout="packed")
+    torch._dynamo.reset()
+    counters.clear()
+    forward.compile_layers(backend="aot_eager")
+    assert counters["stats"]["unique_graphs"] == (2 if kind == "hybrid" else 1) and not counters["graph_break"]
+    for lengths in ([100, 20], [64, 64, 1], [5], [200], [3, 1, 1]):
+        lengths_N = np.array(lengths)
+        forward.capture(torch.arange(lengths_N.sum()), lengths_N, torch.empty(int(lengths_N.sum()), forward.features))
+    assert counters["stats"]["unique_graphs"] == (2 if kind == "hybrid" else 1)
+
+
+def test_the_ops_tell_the_compiler_the_truth(tmp_path: Path) -> None:
+    """Shapes, dtypes and strides."""
+    make_target("hybrid", tmp_path)
+    TargetForward(tmp_path, TargetConfig(model=str(tmp_path), dtype="float32"), tuple(TAPS), CPU)  # binds references
+    tests = ("test_schema", "test_faketensor")
+    lengths_N = np.array([5, 7, 70])
+    tokens = int(lengths_N.sum())
+    with packed.running(packed.Pack.of(lengths_N, CPU)):
+        query, key, value = (torch.randn(tokens, heads, 16) for heads in (4, 2, 2))
+        for window in (0, 20):
+            torch.library.opcheck(packed.packed_attention, (query, key, value, 0.25, window), test_utils=tests)
+        query, key, value = (torch.randn(1, tokens, heads, 16) for heads in (2, 2, 4))
+        gates = -torch.rand(1, tokens, 4), torch.rand(1, tokens, 4)
+        torch.library.opcheck(packed.packed_delta_rule, (query, key, value, *gates), test_utils=tests)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "hybrid", "gemma2", "gemma3"])

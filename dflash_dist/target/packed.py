@@ -1,0 +1,322 @@
+"""One forward of many documents in a row, of which each sees only itself, and no padding.
+
+Only attention, the delta rule and the short convolution of a target look at other tokens. Inside `running` a decoder
+that was given to `use_packed_attention` and `use_own_mixers` takes them from here, and they keep to the documents of
+the pack. They are custom ops: torch.compile sees one opaque call, and the pack is looked up when it runs. So another
+mix of lengths recompiles nothing, and nothing is read back from the device. The kernels are torch's and fla's;
+causal-conv1d is not needed.
+
+Where no kernel fits (CPU, float32 attention), an op goes through the documents one by one: the definition, and slow.
+
+Shape suffixes: N documents of the pack, T its tokens, P = N + 1, C chunks of at most `CHUNK` tokens of one document, B
+rows, H heads, K key heads, D values of a head, X channels, W taps of the convolution.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dflash_dist.target.packing import token_offsets
+
+ATTENTION = "dflash_packed"
+CHUNK = 64
+"""Tokens that the delta rule's kernels take at a time."""
+DELTA_RULE, CONVOLUTION = "torch_chunk_gated_delta_rule", "causal_conv1d_fn"
+"""Names by which the modelling code of Qwen3-Next and Qwen3.5 calls its mixers."""
+LAYER_TYPES = {"full_attention", "sliding_attention", "linear_attention"}
+_HARMLESS = {"position_ids", "seq_idx", "use_cache", "cache_position", "output_attentions", "output_router_logits"}
+"""Arguments of an attention function that change nothing in a causal forward without a cache."""
+
+
+class NotPackableError(Exception):
+    """The target does something that packed documents could see through; the text says what."""
+
+
+@dataclass(frozen=True)
+class Pack:
+    """Where the documents of one forward lie, on the device."""
+
+    lengths: tuple[int, ...]
+    offsets_P: Tensor
+    """int32: where each document begins, and where the last one ends."""
+    document_1T: Tensor
+    """int32: the document of each token."""
+    positions_1T: Tensor
+    """int64: each token's position in its document."""
+    chunks_C2: Tensor
+    """int32: document and number of each chunk. Given to fla, which otherwise reads the offsets back in every layer."""
+
+    @classmethod
+    def of(cls, lengths_N: np.ndarray, device: torch.device) -> Pack:
+        """The pack of documents with these lengths, copied without a wait."""
+        counts_N = -(-lengths_N // CHUNK)
+        documents = np.arange(len(lengths_N))
+        arrays = (
+            np.concatenate([[0], np.cumsum(lengths_N)]).astype(np.int32),
+            np.repeat(documents, lengths_N)[None].astype(np.int32),
+            token_offsets(lengths_N)[None],
+            np.stack([np.repeat(documents, counts_N), token_offsets(counts_N)], 1).astype(np.int32),
+        )
+        return cls(tuple(lengths_N.tolist()), *(to_device(torch.from_numpy(array), device) for array in arrays))
+
+
+@dataclass
+class _Running:
+    """What the ops look up."""
+
+    active: bool = False
+    pack: Pack | None = None
+    fla: bool = False
+    """Whether its kernels can be used here."""
+
+
+_running = _Running()
+
+
+@contextlib.contextmanager
+def running(pack: Pack | None) -> Iterator[None]:
+    """Within it, mixers are those of this module, for the documents of `pack`; None: for rows of one document each."""
+    _running.active, _running.pack = True, pack
+    try:
+        yield
+    finally:
+        _running.active, _running.pack = False, None
+
+
+def use_packed_attention(decoder: Any) -> None:
+    """Has the decoder's attention keep to the pack; only to be run inside `running` from here on.
+
+    NotPackableError where a layer is of another kind than those whose tokens are kept apart here.
+    """
+    from transformers import AttentionInterface
+
+    types = set(getattr(decoder.config, "layer_types", None) or ["full_attention"])
+    if unknown := sorted(types - LAYER_TYPES):
+        raise NotPackableError(f"it has layers of type {', '.join(unknown)}")
+    if "linear_attention" in types and not has_own_mixers(decoder):
+        raise NotPackableError("its linear attention calls functions of other names than those known here")
+    AttentionInterface.register(ATTENTION, _attention)
+    decoder.config._attn_implementation = ATTENTION
+
+
+def has_own_mixers(decoder: Any) -> bool:
+    """Whether the decoder's modelling code calls its delta rule and convolution by the names known here."""
+    module = _modelling(decoder)
+    return all(hasattr(module, name) for name in (DELTA_RULE, CONVOLUTION))
+
+
+def use_own_mixers(decoder: Any) -> None:
+    """Has the modelling code's delta rule and convolution be the ops of this module inside `running`."""
+    module = _modelling(decoder)
+    _running.fla = torch.cuda.is_available() and fla_missing() is None
+    for name, ours in ((DELTA_RULE, _delta_rule), (CONVOLUTION, _convolution)):
+        theirs = getattr(module, name, None)
+        if theirs is not None and not hasattr(theirs, "is_switched"):
+            _theirs.setdefault(name, theirs)  # Qwen3-Next's and Qwen3.5's are alike
+            setattr(module, name, _switched(ours, theirs))
+
+
+@functools.cache
+def fla_missing() -> str | None:
+    """Why fla's kernels cannot be used, in the words of the failed import; None where they can."""
+    try:
+        _fla()
+    except Exception as error:  # transformers takes any exception for "not installed"
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    return None
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy on the device in the order of its stream; the host does not wait."""
+    if device.type == "cuda" and not tensor.is_pinned():
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
+def _modelling(decoder: Any) -> Any:
+    return sys.modules[type(decoder).__module__]
+
+
+def _switched(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(theirs)
+    def mixer(*args: Any, **kwargs: Any) -> Any:
+        return (ours if _running.active else theirs)(*args, **kwargs)
+
+    mixer.is_switched = True  # type: ignore[attr-defined]
+    return mixer
+
+
+_theirs: dict[str, Callable[..., Any]] = {}
+"""The modelling code's own functions, which are torch's where no kernel fits."""
+
+
+def _attention(
+    module: nn.Module,
+    query_1HTD: Tensor,
+    key_1KTD: Tensor,
+    value_1KTD: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """In transformers' form of an attention function: the result is [1, T, H, D]."""
+    more = [name for name, value in kwargs.items() if name not in _HARMLESS and value is not None]
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if more or attention_mask is not None or not causal:
+        what = ", ".join(more) or ("no causal mask" if attention_mask is None else "a mask")
+        raise NotPackableError(f"its attention takes {what}")
+    query_THD, key_TKD, value_TKD = (x[0].transpose(0, 1).contiguous() for x in (query_1HTD, key_1KTD, value_1KTD))
+    scale = query_1HTD.shape[-1] ** -0.5 if scaling is None else scaling
+    return packed_attention(query_THD, key_TKD, value_TKD, scale, sliding_window or 0)[None], None
+
+
+@torch.library.custom_op("dflash::packed_attention", mutates_args=())
+def packed_attention(query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, scale: float, window: int) -> Tensor:
+    """Causal attention [T, H, D] within each document; `window`: tokens that one sees, itself included, 0 for all."""
+    pack = _running.pack
+    assert pack is not None
+    if not query_THD.is_cuda or query_THD.dtype == torch.float32:
+        return _attention_one_by_one(pack, query_THD, key_TKD, value_TKD, scale, window)
+    longest = max(pack.lengths)
+    # What torch.nn.attention.varlen.varlen_attn calls; itself it takes no grouped queries before torch 2.12.
+    return torch.ops.aten._flash_attention_forward(
+        query_THD, key_TKD, value_TKD, pack.offsets_P, pack.offsets_P, longest, longest, 0.0, True, False, scale=scale,
+        window_size_left=window - 1 if window else None, window_size_right=0 if window else None,
+    )[0]  # fmt: skip
+
+
+@packed_attention.register_fake
+def _(query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, scale: float, window: int) -> Tensor:
+    return query_THD.new_empty(query_THD.shape)
+
+
+def _attention_one_by_one(
+    pack: Pack, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, scale: float, window: int
+) -> Tensor:
+    out_THD = query_THD.new_empty(query_THD.shape)
+    end = 0
+    for length in pack.lengths:
+        start, end = end, end + length
+        query, key, value = (x[start:end].transpose(0, 1)[None] for x in (query_THD, key_TKD, value_TKD))
+        mask_LL = None
+        if 0 < window < length:
+            mask_LL = torch.ones(length, length, dtype=torch.bool, device=query.device).tril().triu(1 - window)
+        out = nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask_LL, is_causal=mask_LL is None, scale=scale, enable_gqa=True
+        )
+        out_THD[start:end] = out[0].transpose(0, 1)
+    return out_THD
+
+
+def _delta_rule(
+    query_BTKD: Tensor,
+    key_BTKD: Tensor,
+    value_BTHD: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """In the form of the modelling code's function; what else it is given tells where documents lie."""
+    assert initial_state is None and not output_final_state and use_qk_l2norm_in_kernel
+    query_BTKD, key_BTKD = _normalised(query_BTKD), _normalised(key_BTKD)
+    return packed_delta_rule(query_BTKD, key_BTKD, value_BTHD.contiguous(), g.contiguous(), beta.contiguous()), None
+
+
+def _normalised(heads_BTKD: Tensor) -> Tensor:
+    """Each head over its norm, with fla's epsilon."""
+    values = heads_BTKD.float()
+    return (values * torch.rsqrt(values.square().sum(-1, keepdim=True) + 1e-6)).to(heads_BTKD.dtype).contiguous()
+
+
+@torch.library.custom_op("dflash::packed_delta_rule", mutates_args=())
+def packed_delta_rule(
+    query_BTKD: Tensor, key_BTKD: Tensor, value_BTHD: Tensor, g_BTH: Tensor, beta_BTH: Tensor
+) -> Tensor:
+    """The gated delta rule [B, T, H, D] over each document, of which `g_BTH` is the log of the decay.
+
+    Queries and keys are of norm 1, and may have fewer heads than the values.
+    """
+    pack = _running.pack
+    if value_BTHD.is_cuda and _running.fla:
+        return _fla()[0](query_BTKD, key_BTKD, value_BTHD, g_BTH, beta_BTH, **_bounds(pack))[0]
+    heads = value_BTHD.shape[2] // query_BTKD.shape[2]
+    query_BTHD, key_BTHD = (x.repeat_interleave(heads, dim=2) for x in (query_BTKD, key_BTKD))
+    inputs = (query_BTHD, key_BTHD, value_BTHD, g_BTH, beta_BTH)
+    parts = [inputs] if pack is None else zip(*(x.split(pack.lengths, dim=1) for x in inputs), strict=True)
+    reference = _theirs[DELTA_RULE]
+    return torch.cat([reference(q, k, v, g=g, beta=beta)[0] for q, k, v, g, beta in parts], dim=1).contiguous()
+
+
+@packed_delta_rule.register_fake
+def _(query_BTKD: Tensor, key_BTKD: Tensor, value_BTHD: Tensor, g_BTH: Tensor, beta_BTH: Tensor) -> Tensor:
+    return value_BTHD.new_empty(value_BTHD.shape)
+
+
+def _convolution(
+    hidden_BXT: Tensor,
+    weight_XW: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    seq_idx: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    """In the form of the modelling code's function. `seq_idx`: int [B, T], the document of each token."""
+    assert bias is None and activation in ("silu", "swish")
+    hidden_BTX = hidden_BXT.transpose(1, 2)
+    if hidden_BTX.is_cuda and _running.fla:
+        return packed_convolution(hidden_BTX, weight_XW).transpose(1, 2)
+    return _shifted_sum(hidden_BTX, weight_XW, seq_idx).transpose(1, 2)
+
+
+@torch.library.custom_op("dflash::packed_convolution", mutates_args=())
+def packed_convolution(hidden_BTX: Tensor, weight_XW: Tensor) -> Tensor:
+    """The causal convolution [B, T, X] of each channel over W tokens of its document, in fp32, then SiLU; on CUDA."""
+    return _fla()[1](hidden_BTX, weight_XW, activation="silu", **_bounds(_running.pack))[0]
+
+
+@packed_convolution.register_fake
+def _(hidden_BTX: Tensor, weight_XW: Tensor) -> Tensor:
+    return hidden_BTX.new_empty(hidden_BTX.shape)
+
+
+def _shifted_sum(hidden_BTX: Tensor, weight_XW: Tensor, documents_BT: Tensor | None) -> Tensor:
+    """What `packed_convolution` computes, as plain arithmetic."""
+    tokens, taps = hidden_BTX.shape[1], weight_XW.shape[1]
+    before_BTX = nn.functional.pad(hidden_BTX, (0, 0, taps - 1, 0))
+    out_BTX = hidden_BTX.float() * weight_XW[:, -1].float()
+    for tap in range(taps - 1):
+        earlier_BTX = before_BTX[:, tap : tap + tokens].float()
+        if documents_BT is not None:
+            earlier_BT = nn.functional.pad(documents_BT, (taps - 1, 0), value=-1)[:, tap : tap + tokens]
+            earlier_BTX = torch.where(earlier_BT.eq(documents_BT)[..., None], earlier_BTX, 0)
+        out_BTX = out_BTX + earlier_BTX * weight_XW[:, tap].float()
+    return nn.functional.silu(out_BTX).to(hidden_BTX.dtype)
+
+
+def _bounds(pack: Pack | None) -> dict[str, Tensor]:
+    """In fla's words, so that it reads nothing back from the device."""
+    return {} if pack is None else {"cu_seqlens": pack.offsets_P, "chunk_indices": pack.chunks_C2}
+
+
+@functools.cache
+def _fla() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """fla's delta rule and convolution."""
+    from fla.modules.causal_conv1d import causal_conv1d  # type: ignore[import-not-found]
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # type: ignore[import-not-found]
+
+    return chunk_gated_delta_rule, causal_conv1d
