@@ -199,7 +199,8 @@ def _load(folder: Path | str, settings: TargetConfig, config: Any, device: torch
     """The model with the weights in `folder`, read straight to the device; without its head where not asked for."""
     try:
         with _quiet_transformers():
-            model, loading = _model_class(config, settings, head).from_pretrained(
+            model_class, config = _model_class(config, settings, head)
+            model, loading = model_class.from_pretrained(
                 folder,
                 config=config,
                 dtype=torch_dtype(settings.dtype, device),
@@ -221,21 +222,25 @@ def _load(folder: Path | str, settings: TargetConfig, config: Any, device: torch
     return model.eval().requires_grad_(False)
 
 
-def _model_class(config: Any, settings: TargetConfig, head: bool) -> Any:
-    """The class of the causal language model that `config` describes, or one like it whose head holds no weights."""
+def _model_class(config: Any, settings: TargetConfig, head: bool) -> tuple[Any, Any]:
+    """The class of the causal language model that `config` describes, or one like it whose head holds no weights.
+
+    And the configuration that it takes: a vision wrapper's text part.
+    """
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        whole = type(AutoModelForCausalLM.from_config(config, trust_remote_code=settings.trust_remote_code))
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=settings.trust_remote_code)
+    whole = type(model)
     if head:
-        return whole
+        return whole, model.config
 
     def without_head(self: Any, config: Any) -> None:
         whole.__init__(self, config)
         self.lm_head = nn.Identity()
 
     members = {"__init__": without_head, "__module__": whole.__module__, "_tied_weights_keys": None}
-    return type(whole.__name__, (whole,), members)
+    return type(whole.__name__, (whole,), members), model.config
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from dflash_dist.target import packed
 from dflash_dist.target.capture import Layout, TargetForward
 from dflash_dist.target.load import load_ends, load_full, load_tokenizer, text_config
 from dflash_dist.target.packing import row_groups, token_offsets
-from tests.tiny import HIDDEN, LAYERS, TAPS, VOCAB, make_target
+from tests.tiny import HIDDEN, LAYERS, TAPS, VOCAB, make_target, target_config
 
 CPU = torch.device("cpu")
 
@@ -238,3 +238,38 @@ def test_a_folder_without_a_template_or_config_is_refused(tmp_path: Path) -> Non
     (folder / "chat_template.jinja").unlink(missing_ok=True)
     with pytest.raises(UserError, match="no chat template"):
         load_tokenizer(folder)
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["text", "vision"])
+def test_only_the_tapped_layers_are_loaded(wrapped: bool, tmp_path: Path) -> None:
+    """No head, no later layer, no vision tower; of a vision wrapper the text model, whose keys have a longer prefix."""
+    from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
+
+    from dflash_dist.target.load import load_taps
+
+    torch.manual_seed(1)
+    text = target_config("hybrid")
+    if wrapped:
+        vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": HIDDEN}
+        config = Qwen3_5Config(text_config=text.to_dict(), vision_config=vision)
+        whole = Qwen3_5ForConditionalGeneration._from_config(config, dtype=torch.float32)
+        layers = whole.model.language_model.layers
+    else:
+        whole = AutoModelForCausalLM.from_config(text, dtype=torch.float32)
+        layers = whole.model.layers
+    whole.save_pretrained(tmp_path)
+    decoder = load_taps(tmp_path, TargetConfig(model=str(tmp_path), dtype="float32"), 3, CPU)
+    loaded = dict(decoder.named_parameters())
+    kept = {f"layers.{n}.{name}" for n, layer in enumerate(layers[:3]) for name, _ in layer.named_parameters()}
+    assert loaded.keys() == {"embed_tokens.weight", "norm.weight"} | kept
+    expected = dict(layers.named_parameters())
+    assert all(torch.equal(loaded[name], expected[name.removeprefix("layers.")]) for name in kept)
+
+
+def test_random_weights_need_a_config_alone(tmp_path: Path) -> None:
+    target_config("qwen3").save_pretrained(tmp_path)
+    settings = TargetConfig(model=str(tmp_path), dtype="float32")
+    forward = TargetForward(tmp_path, settings, tuple(TAPS), CPU, random_weights=True)
+    out_TF = torch.empty(5, forward.features)
+    forward.capture(torch.arange(5), np.array([2, 3]), out_TF)
+    assert len(forward._layers) == TAPS[-1] + 1 and out_TF.std() > 0
