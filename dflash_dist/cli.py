@@ -48,7 +48,7 @@ def check(
     from dflash_dist.check import as_json as findings_json
     from dflash_dist.check import as_text, has_errors
     from dflash_dist.check import check as run_check
-    from dflash_dist.check_config import check_config
+    from dflash_dist.check.config import check_config
     from dflash_dist.config import load_config
 
     settings = load_config(config, overrides or []) if config else None
@@ -75,6 +75,34 @@ def prepare(config: ConfigOption, overrides: Overrides = None) -> None:
 
 
 @app.command()
+def probe(
+    config: ConfigOption,
+    budget: Annotated[
+        list[int] | None,
+        typer.Option("--budget", min=2, help="Tokens of a batch, once or more; schedule.token_budget by default."),
+    ] = None,
+    random_weights: Annotated[
+        bool, typer.Option("--random-weights", help="Draw the weights; of the target read config.json alone.")
+    ] = False,
+    device: DeviceOption = "auto",
+    as_json: JsonOption = False,
+    overrides: Overrides = None,
+) -> None:
+    """Measure the target's speed and memory here.
+
+    A table of shapes of batches, the largest token budget, and the costs by which the schedule shares batches out.
+    """
+    _check_device_name(device)
+    from dflash_dist.config import load_config
+    from dflash_dist.probe import as_text
+    from dflash_dist.probe import probe as run_probe
+
+    settings = load_config(config, overrides or [])
+    figures = run_probe(settings, budget or [settings.schedule.token_budget], device, random_weights)
+    print(json.dumps(figures) if as_json else as_text(figures))
+
+
+@app.command()
 def regenerate(
     config: ConfigOption,
     out: Annotated[Path, typer.Option("--out", help="JSONL file to write, for data.sources; not overwritten.")],
@@ -87,7 +115,9 @@ def regenerate(
         int | None, typer.Option("--max-new-tokens", min=1, help="Of one answer; data.max_length by default.")
     ] = None,
     seed: Annotated[int, typer.Option("--seed")] = 0,
-    batch: Annotated[int, typer.Option("--batch", min=1, help="Chats in a batch, or requests in flight.")] = 16,
+    batch: Annotated[
+        int, typer.Option("--batch", min=1, max=65536, help="Chats in a batch, or requests in flight.")
+    ] = 16,
     max_rows: Annotated[int | None, typer.Option("--max-rows", min=1, help="Of each source.")] = None,
     device: DeviceOption = "auto",
     overrides: Overrides = None,

@@ -67,11 +67,12 @@ class ScheduleConfig:
     """Documents in one batch, at most."""
     batches_per_step: int
     """Batches in one optimizer step; a multiple of the number of drafter ranks."""
-    cost_fixed_us: float = 0.0
-    """Predicted microseconds that a batch takes on a target rank whatever its size."""
-    cost_token_us: float = 1.0
+    cost_fixed_us: float | None = None
+    """Predicted microseconds that a batch takes on a target rank whatever its size. Where this or one of the next two
+    is not given, it is as `dflash-dist probe` measured it; before that, batches are compared by their tokens alone."""
+    cost_token_us: float | None = None
     """Predicted microseconds a token."""
-    cost_token_squared_us: float = 0.0
+    cost_token_squared_us: float | None = None
     """Predicted microseconds a squared token of one document (attention)."""
     ring_slots: int = 2
     """Batches in flight on each channel."""
@@ -337,9 +338,9 @@ def config_lines(config: Config) -> list[str]:
 
 
 def config_difference(old: Config, new: Config) -> list[str]:
-    """Each key whose value differs, as `section.key: old -> new`."""
+    """Each key whose value differs, as `section.key: old -> new`; costs, which decide where batches run, left out."""
     old_flat, new_flat = _flatten(dataclasses.asdict(old)), _flatten(dataclasses.asdict(new))
-    keys = list(dict.fromkeys([*old_flat, *new_flat]))
+    keys = [key for key in dict.fromkeys([*old_flat, *new_flat]) if not key.startswith("schedule.cost_")]
     return [
         f"{key}: {old_flat.get(key, '(absent)')} -> {new_flat.get(key, '(absent)')}"
         for key in keys

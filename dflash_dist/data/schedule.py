@@ -137,10 +137,12 @@ class Schedule:
         in_order = documents[np.concatenate(groups)]
         starts = np.cumsum([0, *(len(group) for group in groups)])
         lengths = store.lengths[in_order].astype(np.float64)
-        costs_us = settings.cost_token_us * lengths + settings.cost_token_squared_us * lengths**2
+        fixed_us, squared_us = settings.cost_fixed_us or 0.0, settings.cost_token_squared_us or 0.0
+        token_us = 1.0 if settings.cost_token_us is None else settings.cost_token_us
+        costs_us = token_us * lengths + squared_us * lengths**2
         sums = [np.add.reduceat(x, starts[:-1]) for x in (lengths, store.supervised_counts[in_order], costs_us)]
         return [
-            _Batch(in_order[begin:end], int(tokens), int(supervised), settings.cost_fixed_us + float(cost_us))
+            _Batch(in_order[begin:end], int(tokens), int(supervised), fixed_us + float(cost_us))
             for begin, end, tokens, supervised, cost_us in zip(starts[:-1], starts[1:], *sums, strict=True)
         ]
 

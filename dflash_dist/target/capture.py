@@ -25,8 +25,8 @@ from dflash_dist.target.packed import (
     fla_missing,
     running,
     to_device,
+    use_own_attention,
     use_own_mixers,
-    use_packed_attention,
 )
 from dflash_dist.target.packing import RowGroup, one_row, row_groups
 from dflash_dist.wire import WireFormat
@@ -69,11 +69,10 @@ class TargetForward:
         self.wire = WireFormat(wire, len(layer_ids) + last_state, hidden_size, self.dtype)
         self._hybrid = "linear_attention" in (getattr(self._model.config, "layer_types", None) or [])
         use_own_mixers(self._model)
-        self.layout: Layout = "rows"
-        self.not_packed_because = ""
-        """Why documents are padded to rows; empty where they are packed."""
-        if layout != "rows":
-            self._try_to_pack(fast_only=layout is None)
+        self.not_packed_because = "" if layout else self._packing_is_slow()
+        """Why documents are padded to rows; empty where they are packed, or where rows were asked for."""
+        self.layout: Layout = "rows" if layout == "rows" or self.not_packed_because else "packed"
+        self._try_own_attention()
         if device.type == "cuda" and settings.compile:
             self.compile_layers()
 
@@ -132,19 +131,19 @@ class TargetForward:
             for handle in handles:
                 handle.remove()
 
-    def _try_to_pack(self, fast_only: bool) -> None:
-        """Takes the packed layout where a trial shows that the documents' states do not change by it."""
+    def _try_own_attention(self) -> None:
+        """Keeps to it where a trial shows the same states by it; else padded rows by Hugging Face's own."""
         implementation = self._model.config._attn_implementation
-        if fast_only and (reason := self._packing_is_slow()):
-            self.not_packed_because = reason
-            return
+        tokens_T = self._trial_tokens()
+        expected_TSH = self._trial(tokens_T, "rows")
         try:
-            self._check_packing()
-            self.layout = "packed"
-        except Exception as error:  # an architecture not seen yet may fail in any way where documents are packed
+            use_own_attention(self._model)
+            self._check(tokens_T, expected_TSH)
+        except Exception as error:  # an architecture not seen yet may fail in any way
             self._model.config._attn_implementation = implementation
-            name = "" if isinstance(error, NotPackableError) else f"{type(error).__name__}: "
-            self.not_packed_because = name + " ".join(str(error).split())[:300]
+            if self.layout == "packed":
+                name = "" if isinstance(error, NotPackableError) else f"{type(error).__name__}: "
+                self.layout, self.not_packed_because = "rows", name + " ".join(str(error).split())[:300]
 
     def _packing_is_slow(self) -> str:
         """Why packed documents would not be run by fused kernels, or an empty text."""
@@ -156,20 +155,17 @@ class TargetForward:
             return "attention over packs has no fused kernel in float32"
         return ""
 
-    def _check_packing(self) -> None:
-        """NotPackableError where packed documents see each other, or come out otherwise than in padded rows."""
-        tokens_T, middle = self._trial_tokens(), slice(TRIAL_LENGTHS[0], TRIAL_LENGTHS[:2].sum())
+    def _check(self, tokens_T: Tensor, expected_TSH: Tensor) -> None:
+        """NotPackableError where documents see each other, or come out otherwise than by Hugging Face's attention."""
+        middle = slice(TRIAL_LENGTHS[0], TRIAL_LENGTHS[:2].sum())
         others_T = tokens_T.flip(0)
         others_T[middle] = tokens_T[middle]
-
-        padded_TF = self._trial(tokens_T, "rows")
-        use_packed_attention(self._model)
-        packed_TF = self._trial(tokens_T, "packed")
-        apart = _difference(self._trial(others_T, "packed")[middle], packed_TF[middle])
+        states_TSH = self._trial(tokens_T, self.layout)
+        apart = _difference(self._trial(others_T, self.layout)[middle], states_TSH[middle])
         # The sums of experts depend on what other tokens they are given, in their last bits.
         if not apart <= (0 if getattr(self._model.config, "num_experts", None) is None else self._tolerance):
             raise NotPackableError(f"a document's states change by {apart:.1e} with the documents beside it")
-        if not (difference := _difference(packed_TF, padded_TF)) <= self._tolerance:
+        if not (difference := _difference(states_TSH, expected_TSH)) <= self._tolerance:
             raise NotPackableError(f"its states are {difference:.1e} away from those of padded rows")
 
     def _trial_tokens(self) -> Tensor:

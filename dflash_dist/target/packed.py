@@ -1,7 +1,7 @@
 """One forward of many documents in a row, of which each sees only itself, and no padding.
 
 Only attention, the delta rule and the short convolution of a target look at other tokens. Inside `running` a decoder
-that was given to `use_packed_attention` and `use_own_mixers` takes them from here, and they keep to the documents of
+that was given to `use_own_attention` and `use_own_mixers` takes them from here, and they keep to the documents of
 the pack. They are custom ops: torch.compile sees one opaque call, and the pack is looked up when it runs. So another
 mix of lengths recompiles nothing, and nothing is read back from the device. The kernels are torch's and fla's;
 causal-conv1d is not needed.
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from dflash_dist.target.packing import token_offsets
 
-ATTENTION = "dflash_packed"
+ATTENTION = "dflash_dist"
 CHUNK = 64
 """Tokens that the delta rule's kernels take at a time."""
 DELTA_RULE, CONVOLUTION = "torch_chunk_gated_delta_rule", "causal_conv1d_fn"
@@ -92,8 +92,10 @@ def running(pack: Pack | None) -> Iterator[None]:
         _running.active, _running.pack = False, None
 
 
-def use_packed_attention(decoder: Any) -> None:
-    """Has the decoder's attention keep to the pack; only to be run inside `running` from here on.
+def use_own_attention(decoder: Any) -> None:
+    """Has the decoder's attention keep to the pack, or to its rows; only to be run inside `running` from here on.
+
+    Not Hugging Face's for rows either where ours does: its masks are made after a look at the positions on the device.
 
     NotPackableError where a layer is of another kind than those whose tokens are kept apart here.
     """
@@ -177,8 +179,10 @@ def _attention(
     if more or attention_mask is not None or not causal:
         what = ", ".join(more) or ("no causal mask" if attention_mask is None else "a mask")
         raise NotPackableError(f"its attention takes {what}")
-    query_THD, key_TKD, value_TKD = (x[0].transpose(0, 1).contiguous() for x in (query_1HTD, key_1KTD, value_1KTD))
     scale = query_1HTD.shape[-1] ** -0.5 if scaling is None else scaling
+    if _running.pack is None:
+        return _attention_of_rows(query_1HTD, key_1KTD, value_1KTD, scale, sliding_window or 0).transpose(1, 2), None
+    query_THD, key_TKD, value_TKD = (x[0].transpose(0, 1).contiguous() for x in (query_1HTD, key_1KTD, value_1KTD))
     return packed_attention(query_THD, key_TKD, value_TKD, scale, sliding_window or 0)[None], None
 
 
@@ -210,14 +214,22 @@ def _attention_one_by_one(
     for length in pack.lengths:
         start, end = end, end + length
         query, key, value = (x[start:end].transpose(0, 1)[None] for x in (query_THD, key_TKD, value_TKD))
-        mask_LL = None
-        if 0 < window < length:
-            mask_LL = torch.ones(length, length, dtype=torch.bool, device=query.device).tril().triu(1 - window)
-        out = nn.functional.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask_LL, is_causal=mask_LL is None, scale=scale, enable_gqa=True
-        )
-        out_THD[start:end] = out[0].transpose(0, 1)
+        out_THD[start:end] = _attention_of_rows(query, key, value, scale, window)[0].transpose(0, 1)
     return out_THD
+
+
+def _attention_of_rows(query_BHLD: Tensor, key_BKLD: Tensor, value_BKLD: Tensor, scale: float, window: int) -> Tensor:
+    """Causal attention [B, H, L, D] within each row."""
+    mask_LL = None
+    length = query_BHLD.shape[2]
+    if query_BHLD.dtype == torch.float32 and query_BHLD.is_cuda:  # its one fused kernel takes no grouped queries
+        heads = query_BHLD.shape[1] // key_BKLD.shape[1]
+        key_BKLD, value_BKLD = (x.repeat_interleave(heads, dim=1) for x in (key_BKLD, value_BKLD))
+    if 0 < window < length:
+        mask_LL = torch.ones(length, length, dtype=torch.bool, device=query_BHLD.device).tril().triu(1 - window)
+    return nn.functional.scaled_dot_product_attention(
+        query_BHLD, key_BKLD, value_BKLD, attn_mask=mask_LL, is_causal=mask_LL is None, scale=scale, enable_gqa=True
+    )
 
 
 def _delta_rule(

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import hashlib
+import json
+import os
+import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from dflash_dist.config import Config
 from dflash_dist.data.chat import check_vocabulary
@@ -13,11 +21,16 @@ from dflash_dist.data.prepare import PrepareReport, prepare_with_report
 from dflash_dist.data.schedule import Schedule
 from dflash_dist.data.store import TokenStore
 from dflash_dist.drafter.config import DrafterConfig, resolve
+from dflash_dist.drafter.loss import Objective
 from dflash_dist.errors import UserError
 from dflash_dist.export.plain import read_config
 from dflash_dist.target.load import load_tokenizer, text_config
 from dflash_dist.target.package import target_folder
 from dflash_dist.topology import Topology, check_batches_per_step
+from dflash_dist.typed import convert
+
+COSTS = ("cost_fixed_us", "cost_token_us", "cost_token_squared_us")
+"""Keys of `schedule`, and of the costs in a probe's file."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +54,7 @@ def resolve_inputs(config: Config, topology: Topology) -> Inputs:
     store_folder, report = prepare_with_report(config, Path(folder))
     store = TokenStore.open(store_folder)
     check_vocabulary(store.largest_token(), target_config.vocab_size, folder)
-    schedule = Schedule(store, config, topology)
+    schedule = Schedule(store, with_probed_costs(config, folder, drafter), topology)
     if schedule.total_steps == 0:
         raise UserError(
             f"data.sources give {len(store.lengths)} documents, of which none is left for training; add data, or lower "
@@ -57,6 +70,56 @@ def resolve_drafter(config: Config, folder: Path | str) -> tuple[Any, DrafterCon
     if config.train.init_from is not None:
         _check_init(Path(config.train.init_from), drafter)
     return target_config, drafter
+
+
+def with_probed_costs(config: Config, folder: Path | str, drafter: DrafterConfig) -> Config:
+    """The config with the costs that it leaves open as they were probed; open still where they were not.
+
+    Rank 0 says which are used. UserError where the probe's file is damaged.
+    """
+    given = {name: getattr(config.schedule, name) for name in COSTS}
+    gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu"
+    path = probe_file(config, folder, drafter, gpu)
+    if all(value is not None for value in given.values()):
+        costs, source = given, "given by the config"
+    elif path.exists():
+        costs = {name: given[name] if given[name] is not None else cost for name, cost in _probed(path).items()}
+        source = f"as probed: {path}"
+    else:
+        costs, source = given, "not probed: batches are compared by their tokens; `dflash-dist probe` measures them"
+    if os.environ.get("RANK") == "0":
+        shown = ", ".join(f"{name}={value:.6g}" for name, value in costs.items() if value is not None)
+        _say_once(f"costs of the schedule: {f'{shown}, ' if shown else ''}{source}")
+    return dataclasses.replace(config, schedule=dataclasses.replace(config.schedule, **costs))
+
+
+def probe_file(config: Config, folder: Path | str, drafter: DrafterConfig, gpu: str) -> Path:
+    """Where `dflash-dist probe` keeps what it measured of the config's target on such a GPU; `cpu` where there is none.
+
+    Another file for every architecture, set of taps and way to run it, whatever the weights.
+    """
+    settings = dataclasses.asdict(config.target) | {"model": None}
+    runs = [settings, drafter.target_layer_ids, Objective.of(config.objective).needs_last_state]
+    digest = hashlib.sha256((Path(folder) / "config.json").read_bytes() + json.dumps(runs, sort_keys=True).encode())
+    name = f"{digest.hexdigest()[:16]}_{re.sub('[^A-Za-z0-9]+', '-', gpu)}.json"
+    return Path(config.cache_dir) / "probes" / name
+
+
+def _probed(path: Path) -> dict[str, float]:
+    """The costs in a probe's file."""
+    try:
+        costs = json.loads(path.read_text(encoding="utf-8"))["costs"]
+        return {name: convert(float, costs[name], str(path), name) for name in COSTS}
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise UserError(
+            f"probe {path} cannot be read ({type(error).__name__}: {error}); remove it, or run `dflash-dist probe`"
+        ) from None
+
+
+@functools.cache
+def _say_once(line: str) -> None:
+    """Prints on stderr what every resolving of the same inputs would say again."""
+    print(line, file=sys.stderr)
 
 
 def _check_init(folder: Path, drafter: DrafterConfig) -> None:

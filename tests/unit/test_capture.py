@@ -85,7 +85,7 @@ def test_packed_is_the_layout_where_kernels_keep_documents_apart(tmp_path: Path)
         settings = TargetConfig(model=str(folder), dtype="float32", attention=attention)
         forward = TargetForward(folder, settings, tuple(TAPS), CPU)
         assert (forward.layout, forward.not_packed_because) == (layout, reason)
-        assert forward._model.config._attn_implementation == ("dflash_packed" if layout == "packed" else attention)
+        assert forward._model.config._attn_implementation == (attention if kind == "gemma2" else packed.ATTENTION)
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from dflash_dist import check as module
-from dflash_dist.check import Finding, as_json, as_text, check, environment, has_errors
+from dflash_dist.check import Finding, as_json, as_text, check, environment, has_errors, host, layers, versions
+from dflash_dist.check.kernels import Failure
 from dflash_dist.config import Config, DataConfig, ObjectiveConfig, ScheduleConfig, TargetConfig
 
 HYBRID = {"text_config": {"layer_types": ["linear_attention", "full_attention"]}}
@@ -65,6 +65,17 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     sys.modules.update(installed)
 
 
+@pytest.fixture(autouse=True)
+def no_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are tried in tests of their own."""
+    monkeypatch.setattr(layers, "try_kernels", lambda names, *rest: {n: Failure("a test", untried=True) for n in names})
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+
 def by_name(findings: list[Finding]) -> dict[str, Finding]:
     return {finding.name: finding for finding in findings}
 
@@ -78,8 +89,8 @@ def test_this_environment_has_no_errors() -> None:
 
 def test_old_and_missing_packages_are_named_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = (("numpy", "999.1", "token stores"), ("no-such-package", "1.2", "this test"))
-    monkeypatch.setattr(module, "PACKAGES", rows)
-    monkeypatch.setattr(module, "PYTHON_MINIMUM", "3.99")
+    monkeypatch.setattr(versions, "PACKAGES", rows)
+    monkeypatch.setattr(versions, "PYTHON_MINIMUM", "3.99")
     findings = by_name(check(None))
     assert findings["numpy"].level == "error" and "token stores needs at least 999.1" in findings["numpy"].detail
     assert findings["no-such-package"] == Finding(
@@ -95,7 +106,7 @@ def test_old_and_missing_packages_are_named_with_the_command(monkeypatch: pytest
     ("version", "numbers"), [("2.13.0+cpu", (2, 13, 0)), ("5.9", (5, 9)), ("2.14.0a0+git12", (2, 14, 0))]
 )
 def test_versions_compare_as_numbers(version: str, numbers: tuple[int, ...]) -> None:
-    assert module._numbers(version) == numbers
+    assert versions.numbers(version) == numbers
 
 
 @pytest.mark.parametrize(
@@ -138,8 +149,7 @@ def test_target_kind_of_a_converted_package(tmp_path: Path) -> None:
     assert "hybrid" in by_name(check(config))["target"].detail
 
 
-def test_kernels_of_a_hybrid_on_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, install) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+def test_kernels_of_a_hybrid_on_cuda(tmp_path: Path, cuda: None, install) -> None:
     config = make_config(tmp_path, HYBRID)
     install(WORKING)
     findings = by_name(check(config))
@@ -150,17 +160,19 @@ def test_kernels_of_a_hybrid_on_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyP
     findings = by_name(check(config))
     conv, fla = findings["causal-conv1d"], findings["fla"]
     assert conv.level == fla.level == "error"
-    assert "ImportError: undefined symbol: _ZN3c10" in conv.detail and "every linear-attention layer" in conv.detail
+    assert "ImportError: undefined symbol: _ZN3c10" in conv.detail and "every linear-attention layer" in conv.cost
     assert "AttributeError" in fla.detail and "fused_recurrent_gated_delta_rule" in fla.detail
     assert conv.mend.startswith("pip install --no-build-isolation 'causal-conv1d>=1.7.0'")
     assert "flash-linear-attention>=0.6.0" in fla.mend
+    summary = findings["linear attention"]
+    assert summary.level == "error" and summary.mend == fla.mend
+    assert "1 of 2 layers would run the torch fallback: about 1.4 times slower" in summary.detail
 
 
 @pytest.mark.parametrize(("target", "level"), [(HYBRID, "error"), (None, "warning"), (DENSE, None)])
 def test_missing_kernels_matter_as_far_as_the_target_needs_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, install, target: dict | None, level: str | None
+    tmp_path: Path, cuda: None, install, target: dict | None, level: str | None
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     install(WORKING | {"causal_conv1d/__init__.py": "raise ImportError('broken')\n"})
     finding = by_name(check(make_config(tmp_path, target))).get("causal-conv1d")
     assert (finding.level if finding else None) == level
@@ -208,11 +220,11 @@ def test_embedded_packages_that_are_there(tmp_path: Path) -> None:
 
 def test_disk_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = make_config(tmp_path, DENSE)
-    monkeypatch.setattr(module, "FREE_GIB_WARNING", 0)
+    monkeypatch.setattr(host, "FREE_GIB_WARNING", 0)
     assert re.fullmatch(r"[0-9.]+ GiB free", by_name(check(config))["cache_dir"].detail)
-    monkeypatch.setattr(module, "FREE_GIB_WARNING", 10**9)
+    monkeypatch.setattr(host, "FREE_GIB_WARNING", 10**9)
     assert by_name(check(config))["cache_dir"].level == "warning"
-    monkeypatch.setattr(module, "FREE_GIB_ERROR", 10**8)
+    monkeypatch.setattr(host, "FREE_GIB_ERROR", 10**8)
     finding = by_name(check(config))["runs_dir"]
     assert finding.level == "error" and "runs_dir" in finding.mend
     (tmp_path / "runs").write_text("a file")
@@ -236,13 +248,15 @@ def test_environment_holds_facts_but_no_names_or_paths(tmp_path: Path) -> None:
 
 
 def test_findings_as_text_and_json() -> None:
-    findings = [Finding("torch", "ok", "2.13.0"), Finding("fla", "error", "not there", "pip install fla")]
+    findings = [Finding("torch", "ok", "2.13.0"), Finding("fla", "error", "not there", "pip install fla", "time")]
     assert as_text(findings).splitlines() == [
         "ok       torch  2.13.0",
         "error    fla    not there",
+        "                cost: time",
         "                mend: pip install fla",
         "2 checks: 1 errors, 0 warnings",
     ]
     tree = json.loads(as_json(findings))
-    assert tree["ok"] is False and tree["findings"][1]["mend"] == "pip install fla"
+    assert tree["ok"] is False
+    assert tree["findings"][1]["mend"] == "pip install fla" and tree["findings"][1]["cost"] == "time"
     assert json.loads(as_json(findings[:1]))["ok"] is True

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dflash_dist.check import Finding, has_errors
-from dflash_dist.check_config import check_config
+from dflash_dist.check.config import check_config
 from dflash_dist.cli import main
 from dflash_dist.config import load_config
 from tests.tiny import make_chats, make_config, make_target

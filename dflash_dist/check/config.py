@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
 
-from dflash_dist.check import Finding, refusal, target_config_path
+from dflash_dist.check.findings import Finding, refusal
+from dflash_dist.check.target import target_config_path
 from dflash_dist.config import Config
 from dflash_dist.data.sources import checked_file, is_local
+from dflash_dist.drafter.config import DrafterConfig
 from dflash_dist.errors import UserError
 from dflash_dist.target.package import local_folder
 from dflash_dist.topology import parse_topology
@@ -25,6 +28,15 @@ def check_config(config: Config) -> list[Finding]:
     findings = [_data_file(source) for source in config.data.sources if is_local(source)]
     folder = _target_here(config)
     return findings if folder is None else [*findings, *_drafter(config, folder)]
+
+
+def drafter_here(config: Config) -> tuple[Any, DrafterConfig] | None:
+    """The configurations of the target and of the run's drafter; None where the target is not here or does not fit."""
+    folder = _target_here(config)
+    try:
+        return None if folder is None else resolve_drafter(config, folder)
+    except UserError:  # `check_config` tells what is wrong
+        return None
 
 
 def _data_file(source: str) -> Finding:

@@ -1,0 +1,260 @@
+"""What the target's layers would really run: fused kernels or torch, packed documents or padded rows."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import Any
+
+from dflash_dist.check.bindings import Binding, bindings, torch_reference
+from dflash_dist.check.findings import Finding, one_line
+from dflash_dist.check.installs import (
+    CAUSAL_CONV1D,
+    FLA,
+    FLASH_ATTN,
+    TRITON,
+    FusedPackage,
+    half_installed_fla,
+    import_error,
+    install_finding,
+    triton_without_gpu,
+)
+from dflash_dist.check.kernels import TOLERANCE, Failure, Outcome, try_kernels, verdict
+from dflash_dist.check.target import TargetFacts
+from dflash_dist.check.trials import Measured, Shapes, delta_rule_case, measure
+from dflash_dist.check.versions import is_findable, version_of
+from dflash_dist.config import Config
+
+US_FUSED, US_DELTA_RULE, US_CONVOLUTION, MEASURED_SHARE = 100, 50, 11, 48 / 64
+"""Measured on an H200 at Qwen3.6-27B's shape: microseconds a token, what torch's delta rule and torch's convolution add
+to them, and the share of linear-attention layers."""
+ROWS = "documents run as right-padded rows, which never leak"
+ROWS_COST = "up to 15 % of the tokens computed are padding"
+DECODING = "only the answers that are decoded in evaluation and by `regenerate` come slower"
+NEWER_TRANSFORMERS = "pip install --upgrade 'transformers>=5.17,<6'"
+SOURCES = {"fla": FLA, "causal_conv1d": CAUSAL_CONV1D}
+
+
+@dataclass(frozen=True)
+class Layers:
+    """Of how many layers a target consists, and in which of their mixers torch stands in for a kernel."""
+
+    total: int
+    linear: int
+    delta_rule_missing: bool = False
+    convolution_missing: bool = False
+
+
+def kernel_findings(config: Config, facts: TargetFacts | None, caches: Mapping[str, str]) -> list[Finding]:
+    """The findings on all fused kernels that matter to the target; trials of them where there is a CUDA device.
+
+    `facts`: None where the target's shape is unknown. `caches`: variables that name folders of compiled kernels.
+    """
+    import torch
+
+    half = half_installed_fla(None if facts is None else facts.is_hybrid)
+    if not torch.cuda.is_available():
+        return _on_cpu(facts, half)
+    if facts is None:
+        # Where the target is not known to need them, a missing package is no reason to refuse the run.
+        return [half] if half else [install_finding(package, "warning") for package in (TRITON, FLA, CAUSAL_CONV1D)]
+    attention, flash = ["varlen_attn"], []
+    wants_flash = config.target.attention.startswith("flash_attention")
+    if wants_flash or is_findable("flash_attn"):
+        flash = [install_finding(FLASH_ATTN, "error" if wants_flash else "warning")]
+        attention += ["flash_attn_varlen_func"] if _imports(FLASH_ATTN) else []
+    if facts.is_hybrid:
+        return flash + _hybrid(config, facts, half, attention, caches)
+    outcomes = try_kernels(attention, Shapes.of(facts.text), None, caches)
+    packing = packing_finding(config, outcomes, ["varlen_attn"])
+    return [*([half] if half else []), *flash, *_verdicts(outcomes, config, own=False), packing]
+
+
+def fallback_finding(layers: Layers, mend: str, measured_us: float | None = None) -> Finding:
+    """The finding on the linear-attention layers; `measured_us`: what the fallback adds to a token on this GPU."""
+    of_them = f"{layers.linear} of {layers.total} layers" if layers.total else "all linear-attention layers"
+    if not (layers.delta_rule_missing or layers.convolution_missing):
+        return Finding("linear attention", "ok", f"{of_them} run the fused delta rule")
+    added_us = US_DELTA_RULE * layers.delta_rule_missing + US_CONVOLUTION * layers.convolution_missing
+    share = layers.linear / layers.total if layers.total else MEASURED_SHARE
+    factor = 1 + added_us / US_FUSED * share / MEASURED_SHARE
+    parts = {"delta rule": layers.delta_rule_missing, "convolution": layers.convolution_missing}
+    what = " and ".join(name for name, missing in parts.items() if missing)
+    detail = f"{of_them} would run the torch fallback: about {factor:.1f} times slower ({what})"
+    cost = "estimated from an H200 at Qwen3.6-27B's shape, by the share of such layers"
+    if measured_us is not None:
+        cost += f"; measured on this GPU: {measured_us:.0f} us a token more"
+    return Finding("linear attention", "error", detail, mend, cost)
+
+
+def packing_finding(
+    config: Config, outcomes: Mapping[str, Outcome], needed: list[str], refusal: str = "", mend: str = ""
+) -> Finding:
+    """Whether documents can lie beside each other; `refusal`: why they cannot, whatever the kernels do."""
+    broken = [name for name in needed if verdict(name, outcomes[name]).level == "error"]
+    if not refusal and config.target.dtype == "float32":
+        refusal, mend = "attention over packed documents has no fused kernel in float32", "set target.dtype=bfloat16"
+    elif not refusal and broken:
+        refusal, mend = f"{' and '.join(broken)} cannot be trusted with packed documents", "see the kernels above"
+    if refusal:
+        return Finding("packing", "warning", f"{refusal}: {ROWS}", mend, ROWS_COST)
+    untried = [n for n in needed if isinstance(outcomes[n], Failure)]
+    how = f"not tried here: {', '.join(untried)}" if untried else "tried here"
+    return Finding("packing", "ok", f"packed documents stay apart in {' and '.join(needed)} ({how})")
+
+
+def binding_finding(binding: Binding, in_forward: bool) -> Finding:
+    """What transformers calls for one function; `in_forward`: whether target ranks call it, and do not only decode."""
+    name, transformers = f"binding {binding.kernel}", f"transformers {version_of('transformers')}"
+    cost = "" if in_forward else DECODING
+    if binding.fallback is None:
+        mend = "`make profile`, and look for the kernel's name in the trace"
+        return Finding(name, "warning", f"what {transformers} calls cannot be seen from outside", mend, cost)
+    if not binding.fallback:
+        return Finding(name, "ok", binding.implementation)
+    source = SOURCES.get(binding.package)
+    error = import_error(source.module, (binding.kernel,)) if source else None
+    if source is None or error is not None:
+        package = source.name if source else binding.package or "its package"
+        mend = install_finding(source).mend if source else f"install {package}"
+        return Finding(name, "warning", f"{transformers} calls torch, as it could not import {package}", mend, cost)
+    detail = f"{transformers} calls torch, although {source.name} can be imported"
+    return Finding(name, "error" if in_forward else "warning", detail, NEWER_TRANSFORMERS, cost)
+
+
+def _on_cpu(facts: TargetFacts | None, half: Finding | None) -> list[Finding]:
+    """Kernels do harm on the CPU, where transformers takes them."""
+    findings = [half] if half else []
+    harm = triton_without_gpu() if half is None and (facts is None or facts.is_hybrid) else None
+    if harm is not None:
+        findings.append(harm if facts else replace(harm, level="warning"))
+    if facts is not None and facts.is_hybrid and harm is None:
+        detail = f"run in torch, as all does on a CPU; {ROWS}"
+        findings.append(Finding("linear attention", "ok", f"{_counted(facts)} {detail}"))
+    return findings
+
+
+def _hybrid(
+    config: Config, facts: TargetFacts, half: Finding | None, attention: list[str], caches: Mapping[str, str]
+) -> list[Finding]:
+    """All about linear attention: packages, bindings, trials, and the sum of it for the whole target."""
+    modelling, broken = _modelling(facts)
+    own = has_own_mixers(modelling)
+    installs = [install_finding(TRITON), half or install_finding(FLA), _convolution_install(own)]
+    errors = {finding.name: finding for finding in installs if finding.level == "error"}
+    bound = bindings(modelling) if modelling else []
+    tried = ["chunk_gated_delta_rule"] if not errors.keys() & {"fla", "triton"} and _delta_rule(modelling) else []
+    tried += ["causal_conv1d_fn"] if _imports(CAUSAL_CONV1D) else []
+    outcomes = try_kernels([*attention, *tried], Shapes.of(facts.text), facts.modelling, caches)
+
+    layers = _layers(facts, bound, own, set(errors))
+    cause = next((errors[name] for name in ("fla", "triton", "causal-conv1d") if name in errors), None)
+    mend = cause.mend if cause else NEWER_TRANSFORMERS
+    missing = layers.delta_rule_missing or layers.convolution_missing
+    refusal = leak_of_fallback(modelling) if missing else ""
+    needed = ["varlen_attn", *(name for name in tried if not (own and name == "causal_conv1d_fn"))]
+    return [
+        *installs,
+        *broken,
+        *(binding_finding(binding, in_forward=not own and not _decodes(binding)) for binding in bound),
+        *_verdicts(outcomes, config, own),
+        fallback_finding(layers, mend, _added_us(layers, outcomes)),
+        packing_finding(config, outcomes, needed, refusal, mend),
+    ]
+
+
+def has_own_mixers(modelling: ModuleType | None) -> bool:
+    """Whether target ranks call this project's delta rule, which is fla's, and convolution in place of the model's."""
+    from dflash_dist.target.packed import CONVOLUTION, DELTA_RULE
+
+    return modelling is not None and all(hasattr(modelling, name) for name in (DELTA_RULE, CONVOLUTION))
+
+
+def leak_of_fallback(modelling: ModuleType | None) -> str:
+    """What becomes of packed documents in the torch code that transformers falls back on, by trying it."""
+    import torch
+
+    reference = _delta_rule(modelling)
+    if modelling is None or reference is None:
+        return "torch's delta rule is not known to keep packed documents apart"
+    small, lengths = Shapes(linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=8), (7, 5)
+    case = delta_rule_case(small, sum(lengths), torch.device("cpu"), torch.float32, reference)
+    logging.disable(logging.WARNING)  # that it is the fallback is known
+    try:
+        leaks = measure(case, modelling.torch_chunk_gated_delta_rule, lengths).leak > TOLERANCE
+    except Exception:
+        return "transformers' torch fallback refuses packed documents"
+    finally:
+        logging.disable(logging.NOTSET)
+    return f"packed documents {'would leak into each other' if leaks else 'stay apart'} in transformers' torch fallback"
+
+
+def _modelling(facts: TargetFacts) -> tuple[ModuleType | None, list[Finding]]:
+    """The target's modelling module, and the finding where it cannot be imported."""
+    if facts.modelling is None:
+        return None, []
+    try:
+        return importlib.import_module(facts.modelling), []
+    except Exception as error:  # of whatever it imports
+        detail = f"{facts.modelling} cannot be imported: {one_line(error)}"
+        mend = "mend what the exception names, or: pip install --force-reinstall --no-deps 'transformers>=5.17,<6'"
+        return None, [Finding("target code", "error", detail, mend, "the target cannot be loaded")]
+
+
+def _delta_rule(modelling: ModuleType | None) -> Callable[..., Any] | None:
+    """The model's own torch code of the delta rule."""
+    return torch_reference(modelling, "torch_chunk_gated_delta_rule") if modelling else None
+
+
+def _imports(package: FusedPackage) -> bool:
+    return import_error(package.module, package.functions) is None
+
+
+def _convolution_install(own: bool) -> Finding:
+    finding = install_finding(CAUSAL_CONV1D, "warning" if own else "error")
+    return replace(finding, cost=DECODING) if own and finding.cost else finding
+
+
+def _layers(facts: TargetFacts, bound: list[Binding], own: bool, bad: set[str]) -> Layers:
+    kinds = facts.layer_types
+    total, linear = len(kinds), kinds.count("linear_attention")
+    if own:  # target ranks import fla's delta rule themselves
+        return Layers(total, linear, delta_rule_missing=bool(bad & {"fla", "triton"}))
+    torch_kernels = {b.kernel for b in bound if b.fallback and not _decodes(b)}
+    return Layers(
+        total,
+        linear,
+        delta_rule_missing=bool(bad & {"fla", "triton"} or torch_kernels - {"causal_conv1d_fn"}),
+        convolution_missing="causal-conv1d" in bad or "causal_conv1d_fn" in torch_kernels,
+    )
+
+
+def _added_us(layers: Layers, outcomes: Mapping[str, Outcome]) -> float | None:
+    """Microseconds a token that torch takes longer in all layers together; None where no kernel could be timed."""
+    missing = {
+        "chunk_gated_delta_rule": layers.delta_rule_missing,
+        "causal_conv1d_fn": layers.convolution_missing,
+    }
+    timed = [o for n, o in outcomes.items() if missing.get(n) and isinstance(o, Measured)]
+    return sum((o.reference_us - o.fused_us) / o.tokens for o in timed) * layers.linear if timed else None
+
+
+def _verdicts(outcomes: Mapping[str, Outcome], config: Config, own: bool) -> list[Finding]:
+    """Of each kernel; a broken one that no target rank calls is a warning."""
+    unused = {"causal_conv1d_fn"} if own else set()
+    if not config.target.attention.startswith("flash_attention"):
+        unused.add("flash_attn_varlen_func")
+    return [verdict(name, outcome, "warning" if name in unused else "error") for name, outcome in outcomes.items()]
+
+
+def _decodes(binding: Binding) -> bool:
+    """Whether the function is for single tokens behind a cache."""
+    return "recurrent" in binding.kernel or binding.kernel.endswith("_update")
+
+
+def _counted(facts: TargetFacts) -> str:
+    kinds = facts.layer_types
+    return f"{kinds.count('linear_attention')} of {len(kinds)} layers" if kinds else "all linear-attention layers"
