@@ -37,6 +37,8 @@ JOIN_WITHIN_S = 600.0
 """Ranks may start so far apart: machines read Python and its packages at very different speeds."""
 LEAVE_WITHIN_S = 60.0
 NO_PLACE = "none yet"
+CLOSE_WITHIN_S = 10.0
+"""What a rank that failed may take to close its files."""
 TOLD = "told to all ranks"
 """A note on an error that needs no further telling by its rank."""
 
@@ -186,7 +188,12 @@ class Watch:
             self._pausing = False
 
     def failed(self, error: Exception) -> None:
-        """Tells the others of this rank's error; where another rank is the cause, waits for the verdict and ends."""
+        """Tells the others of this rank's error; where another rank is the cause, waits for the verdict and ends.
+
+        What the rank does after it, closing files for one, may take `CLOSE_WITHIN_S`.
+        """
+        if TOLD in getattr(error, "__notes__", ()):
+            return
         if _is_of_a_lost_peer(error):
             self._stopped.wait(DEAD_AFTER_S + 3 * BEAT_S)  # the watch ends the process before
         reason = " ".join(str(error).splitlines()) or type(error).__name__
@@ -198,6 +205,9 @@ class Watch:
         error.add_note(TOLD)
         if self._rank == 0:
             time.sleep(2 * BEAT_S)  # the store lives in this process: the others are to read it first
+        end = threading.Timer(CLOSE_WITHIN_S, os._exit, [2 if verdict.user_error else 1])
+        end.daemon = True  # an error at any line may leave a lock behind that what closes then waits for
+        end.start()
 
     def _beat_loop(self) -> None:
         heard: dict[int, _Heard] = {}

@@ -13,7 +13,8 @@ Loaded = TypeVar("Loaded")
 
 def prefetch(items: Iterable[Item], load: Callable[[Item], Loaded], depth: int) -> Iterator[tuple[Item, Loaded]]:
     """(item, load(item)) for each item in order, with `depth` loads running ahead on one thread."""
-    with ThreadPoolExecutor(1, thread_name_prefix="prefetch") as pool:
+    pool = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
+    try:
         ahead: deque[tuple[Item, Future[Loaded]]] = deque()
         for item in items:
             ahead.append((item, pool.submit(load, item)))
@@ -22,3 +23,5 @@ def prefetch(items: Iterable[Item], load: Callable[[Item], Loaded], depth: int) 
                 yield item, future.result()
         for item, future in ahead:
             yield item, future.result()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)  # an error must come out, whatever the thread waits for

@@ -105,6 +105,9 @@ def _play(context: RankContext) -> None:
             _run_target(context, clock)
         else:
             _run_drafter(context, clock)
+    except Exception as error:
+        context.watch.failed(error)
+        raise
     finally:
         context.trace.close()
     dist.barrier()
@@ -242,6 +245,9 @@ def _run_drafter(context: RankContext, clock: WaitClock) -> None:
     try:
         drafter_loop(context, FilledSource(source, zero_source(context, ends)), model, ends, optimizer, reports)
         reports.finish()
+    except Exception as error:
+        context.watch.failed(error)  # before what follows, which may wait for what the error left behind
+        raise
     finally:
         if checkpoints:
             checkpoints.close()

@@ -24,11 +24,17 @@ def hang_at_the_next_batch():
     from dflash_dist.train.liveness import Watch
     Watch.at = lambda *_: time.sleep(1e6)
 
+def hang_at_the_end():
+    from dflash_dist.train.metrics import MetricsWriter
+    MetricsWriter.close = lambda *_: time.sleep(1e6)
+
 def wait_for_trigger(folder, rank, main):
     while not os.path.exists(os.path.join(folder, "raise_" + rank)):
         time.sleep(0.002)
         if os.path.exists(os.path.join(folder, "hang_" + rank)):
             return hang_at_the_next_batch()
+    if os.path.getsize(os.path.join(folder, "raise_" + rank)):
+        hang_at_the_end()
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(main), ctypes.py_object(InjectedFault))
 
 if "RANK" in os.environ and "FAULT_FOLDER" in os.environ:
@@ -59,6 +65,14 @@ def stop(world: Running, rank: int, config: Path) -> str:
 def throw(world: Running, rank: int, config: Path) -> str:
     """An exception at whatever line the rank's main thread is."""
     (config.parent / f"raise_{rank}").touch()
+    return f"error: rank {rank} ({{role}}) failed at step "
+
+
+def throw_and_hang(world: Running, rank: int, config: Path) -> str:
+    """The same, and the rank then waits for ever while it closes its files."""
+    aside = config.parent / f"aside_{rank}"
+    aside.write_text("and hang at the end")
+    aside.rename(config.parent / f"raise_{rank}")
     return f"error: rank {rank} ({{role}}) failed at step "
 
 

@@ -24,6 +24,7 @@ from tests.ranks.faults import (
     stop,
     strike,
     throw,
+    throw_and_hang,
     truncate_newest_checkpoint,
 )
 
@@ -70,6 +71,7 @@ def strike_and_resume(config: Path, topo: str, faults: list[tuple[Fault, int]], 
 
 def test_one_fault_after_another(make: Maker) -> None:
     faults: list[tuple[Fault, int]] = [(kill, 0), (stop, 1), (throw, 1), (kill_and_truncate, 2), (fill_disk, 2)]
+    faults.append((throw_and_hang, 2))
     strike_and_resume(make("qwen3"), "2-1", [*faults, (corrupt_store, 0)], random.Random(0))
 
 
