@@ -151,7 +151,7 @@ def inspect_command(
         row = inspection.chat_row(config, messages, number)
     outcomes = {}
     if drafter is not None and anchors is not None:
-        if not re.fullmatch(r"-?\d+(,-?\d+)*", anchors):
+        if not re.fullmatch("-?[0-9]{1,18}(,-?[0-9]{1,18})*", anchors):
             raise UserError(f"--anchors {anchors!r} must be token places such as 35,40")
         device_type = check_devices(parse_topology("x1"), torch.cuda.device_count(), device)
         places = [int(place) for place in anchors.split(",")]

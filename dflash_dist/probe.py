@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from dflash_dist.check import environment
+from dflash_dist.check.host import cache_folders
 from dflash_dist.config import Config
 from dflash_dist.data.batching import pack
 from dflash_dist.data.fingerprint import fingerprint_of, ingredients_of
@@ -52,9 +53,7 @@ def probe(config: Config, budgets: Sequence[int], device: str, random_weights: b
     if max(budgets) > MOST_TOKENS:
         raise UserError(f"a budget of {max(budgets):,} tokens is past {MOST_TOKENS:,}; give a smaller --budget")
     device = check_devices(parse_topology("x1"), torch.cuda.device_count(), device)
-    kernels = Path(config.cache_dir).absolute() / "kernels"  # where ranks look for them too
-    os.environ.setdefault("TRITON_CACHE_DIR", str(kernels / "triton"))
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(kernels / "inductor"))
+    os.environ.update(cache_folders(config.cache_dir))
     folder = _target_files(config, random_weights)
     _make_folder(Path(config.cache_dir) / "probes")  # now, as it would be a pity after minutes of work
     target_config = text_config(folder, config.target.trust_remote_code)

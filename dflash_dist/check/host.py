@@ -45,8 +45,7 @@ def cores_finding(cores: int, ranks: int, threads: str | None) -> Finding:
     if each < 2:
         cost = "the host enqueues too slowly for the GPU"
         return Finding("cores", "warning", detail, "give the job at least 2 cores for each GPU", cost)
-    count = int(threads) if threads and threads.isdigit() else cores
-    if count * ranks > cores:
+    if threads and threads.isdigit() and int(threads) * ranks > cores:
         cost = "ranks take each other's cores"
         return Finding("cores", "warning", detail, f"export OMP_NUM_THREADS={int(each)}", cost)
     return Finding("cores", "ok", detail)

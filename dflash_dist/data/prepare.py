@@ -125,20 +125,21 @@ def prepare_with_report(
     folder = Path(config.cache_dir) / "stores" / fingerprint_of(ingredients)
 
     def fill(temporary: Path) -> None:
+        if (damage := _damage(folder)) and folder.exists():
+            print(f"{damage}; it is made anew", file=sys.stderr)
         _fill(temporary, ingredients, config, target_folder, on_progress)
 
-    made = write_once(folder, _is_whole, fill)
+    made = write_once(folder, lambda folder: _damage(folder) is None, fill)
     return folder, _read_report(folder, reused=not made)
 
 
-def _is_whole(folder: Path) -> bool:
+def _damage(folder: Path) -> UserError | None:
+    """What is wrong with the store, if anything."""
     try:
         _read_report(folder, reused=True)
     except UserError as error:
-        if folder.exists():
-            print(f"{error}; it is made anew", file=sys.stderr)
-        return False
-    return True
+        return error
+    return None
 
 
 def _read_report(folder: Path, reused: bool) -> PrepareReport:

@@ -99,7 +99,7 @@ def find_checkpoint(root: Path, which: str) -> Checkpoint:
     elif which == "best":
         found = _first_whole(by_val_loss(root), True, "the next best is used")
         mend = "val_loss is measured where train.validate_every and train.checkpoint_every meet; or give last or a step"
-    elif not re.fullmatch("[0-9]+", which):
+    elif not re.fullmatch("[0-9]{1,18}", which):
         raise UserError(f"checkpoint {which!r} is none of last, best and a step such as 100")
     elif int(which) not in steps:
         raise UserError(f"run {run} has no checkpoint of step {which}; it has {', '.join(map(str, steps)) or 'none'}")

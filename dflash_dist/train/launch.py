@@ -10,6 +10,7 @@ import shlex
 import shutil
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from dflash_dist.check import check, environment, has_errors
+from dflash_dist.check.host import cache_folders
 from dflash_dist.config import Config
 from dflash_dist.data.prepare import print_report
 from dflash_dist.drafter.model import DFlashDrafter
@@ -34,8 +36,10 @@ from dflash_dist.train.memory import check_memory, rank_memory
 from dflash_dist.train.metrics import read_metrics, summary
 from dflash_dist.train.run_folder import (
     CHECKPOINTS,
+    FILLED,
     SUMMARY,
     check_name_is_free,
+    check_writable,
     is_finished,
     lock_run,
     record_begin,
@@ -43,7 +47,14 @@ from dflash_dist.train.run_folder import (
     run_store,
     write_text,
 )
-from dflash_dist.train.world import Stopper, in_world, launch_world, launched_here, stop_signals
+from dflash_dist.train.world import (
+    Stopper,
+    in_world,
+    launch_world,
+    launched_here,
+    remove_left_worlds,
+    stop_signals,
+)
 
 Result = TypeVar("Result")
 
@@ -76,9 +87,7 @@ def train(
         )
     device_type = check_devices(topology, torch.cuda.device_count(), device)
     folder = run_folder(config, run_name)
-    kernels = Path(config.cache_dir).absolute() / "kernels"
-    os.environ.setdefault("TRITON_CACHE_DIR", str(kernels / "triton"))
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(kernels / "inductor"))
+    os.environ.update(cache_folders(config.cache_dir))
     if not launched_here():
         check_name_is_free(config, folder)
         if is_finished(folder):
@@ -92,7 +101,7 @@ def train(
         begun = begin_run(config, topology, device_type, folder, allow_slow)
         _timed(phases, "prepare", lambda: held.enter_context(begun))
         if not _trained(config, topology, folder):
-            world = functools.partial(launch_world, topology, device_type, arguments, stopper)
+            world = functools.partial(launch_world, topology, arguments, folder, stopper)
             _timed(phases, "train", lambda: _with_restarts(world, max_restarts, folder, stopper))
         if finish and stopper.received is None:
             finish_run(config, device_type, folder, phases)
@@ -130,6 +139,7 @@ def _train_as_rank(config: Config, topology: Topology, device_type: str, folder:
     """One rank of a world; under a torchrun that is not ours rank 0 also does what our launcher would."""
     from dflash_dist.train.run import run_rank
 
+    threading.excepthook = _thread_failed
     with contextlib.ExitStack() as held:
 
         def begin() -> None:
@@ -144,6 +154,12 @@ def _train_as_rank(config: Config, topology: Topology, device_type: str, folder:
     return 0
 
 
+def _thread_failed(failure: threading.ExceptHookArgs) -> None:
+    """Tells of an error that ended a thread, but of TensorBoard's: there the next write raises it."""
+    if not type(failure.thread).__module__.startswith("tensorboard."):
+        threading.__excepthook__(failure)
+
+
 @contextlib.contextmanager
 def begin_run(config: Config, topology: Topology, device_type: str, folder: Path, allow_slow: bool) -> Iterator[None]:
     """Prepares target and data, checks that the run can work, and makes its folder, which is locked in the block."""
@@ -152,7 +168,10 @@ def begin_run(config: Config, topology: Topology, device_type: str, folder: Path
     print("target: documents run as right-padded rows of like length, each apart from the others", file=sys.stderr)
     findings = check(config)
     if has_errors(findings) and not allow_slow:
-        wrong = "; ".join(f"{f.name}: {f.detail} (mend: {f.mend})" for f in findings if f.level == "error")
+        costs = {f.name: f", so {f.cost}" if f.cost else "" for f in findings}
+        wrong = "; ".join(
+            f"{f.name}: {f.detail}{costs[f.name]} (mend: {f.mend})" for f in findings if f.level == "error"
+        )
         raise UserError(f"the environment check found errors: {wrong}; or train all the same with --allow-slow")
     needs = rank_memory(config, topology, inputs.target_config, inputs.drafter, device_type)
     if device_type == "cuda":
@@ -168,11 +187,13 @@ def begin_run(config: Config, topology: Topology, device_type: str, folder: Path
         raise UserError(f"run folder {folder} cannot be made: {error}; free the place or set runs_dir") from None
     with lock:
         check_name_is_free(config, folder)  # again, now that nobody else can take it
+        check_writable(folder)
+        remove_left_worlds(folder)
         set_damaged_aside(folder / CHECKPOINTS)
         resumes = newest_checkpoint(folder / CHECKPOINTS) is not None
         record_begin(config, inputs, environment(config, findings), folder, resumes=resumes)
         try:
-            for name in (CHECKPOINTS, "tb"):  # profile/ is made with the first trace
+            for name in FILLED:
                 (folder / name).mkdir(exist_ok=True)
         except OSError as error:
             raise UserError(f"run folder {folder} cannot be filled: {error}; remove what is in the way") from None

@@ -322,7 +322,13 @@ class Watch:
             with contextlib.suppress(OSError):  # a full disk; what the ranks end with still tells the launcher much
                 aside = self._folder / f".{VERDICT}.{self._rank}"
                 aside.write_text(json.dumps(dataclasses.asdict(verdict)), encoding="utf-8")
-                os.link(aside, self._folder / VERDICT)  # fails where there is one: the others follow from the first
+                try:
+                    os.link(aside, self._folder / VERDICT)  # fails where there is one: the others follow from the first
+                except FileExistsError:
+                    pass
+                except OSError:  # a file system without links; of two that come at once either may be the one
+                    if not (self._folder / VERDICT).exists():
+                        aside.replace(self._folder / VERDICT)
         elif speaks:
             print(f"error: {verdict.message}", file=sys.stderr, flush=True)
 

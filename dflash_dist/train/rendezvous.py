@@ -40,7 +40,11 @@ def join_world(topology: Topology) -> World:
     """
     launcher_store, rank, world_size = next(rendezvous("env://", timeout=START_TIMEOUT))
     if world_size != topology.world_size:
-        raise UserError(f"topology {topology} has {topology.world_size} ranks, but {world_size} were started")
+        raise UserError(
+            f"topology {topology} has {topology.world_size} ranks, but {world_size} were started; start them with "
+            f"torchrun's --nnodes {topology.nodes} --nproc-per-node {topology.ranks_per_node} (Slurm's --nodes and "
+            f"--ntasks-per-node), or give a --topo of {world_size} ranks"
+        )
     if rank == 0:
         store = dist.TCPStore(
             os.environ["MASTER_ADDR"], 0, is_master=True, wait_for_workers=False, timeout=START_TIMEOUT

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import hashlib
 import json
 import os
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -21,6 +23,8 @@ from dflash_dist.train.metrics import METRICS_FILE
 
 CONFIG, ENVIRONMENT, SUMMARY = "config.yaml", "environment.json", "summary.json"
 INPUTS, LOCK, CHECKPOINTS = "inputs.json", ".lock", "checkpoints"
+FILLED = (CHECKPOINTS, "tb")
+"""The folders in a run's that are made at its begin; profile/ is made with the first trace."""
 MOST_NAME_BYTES = 255
 SAMPLES, SAMPLE_BYTES = 64, 4096
 """How much of each weight file is hashed: enough to tell models apart, and quick for any size."""
@@ -75,6 +79,19 @@ def check_name_is_free(config: Config, folder: Path) -> None:
                 f"run {folder.name} exists with another configuration ({'; '.join(difference)}); "
                 "give the new one a name of its own with --run NAME"
             )
+
+
+def check_writable(folder: Path) -> None:
+    """UserError where the run's folder, or one of those in it, cannot be written: the first checkpoint would fail."""
+    for place in (folder, *(folder / name for name in FILLED)):
+        if os.path.lexists(place):
+            try:
+                tempfile.TemporaryFile(dir=place).close()
+            except OSError as error:
+                raise UserError(
+                    f"{place} cannot be written: {error.strerror}; make it a folder that this user may write to, free "
+                    "some space, or give the run another name with --run NAME"
+                ) from None
 
 
 def is_finished(folder: Path) -> bool:
@@ -154,6 +171,8 @@ def write_text(path: Path, text: str) -> None:
         aside.write_text(text, encoding="utf-8")
         aside.rename(path)
     except OSError as error:
+        with contextlib.suppress(OSError):
+            aside.unlink()
         raise UserError(f"{path} cannot be written: {error}; free some space and start again") from None
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import logging
 import os
+import shutil
 import signal
 import sys
 import tempfile
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +21,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure, get_error_handler
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from dflash_dist.check.host import usable_cores
 from dflash_dist.errors import RunFailed, UserError
 from dflash_dist.topology import Topology
 from dflash_dist.train.liveness import WORLD_FOLDER, read_place, read_verdict
@@ -26,6 +31,9 @@ LAUNCHED = "DFLASH_DIST_LAUNCHED"
 STOP_SIGNAL = signal.SIGUSR1
 """What our launcher sends to its ranks for a checkpoint and an orderly end; SIGTERM ends them at once."""
 USER_ERROR = "UserError: "
+USER_ERROR_CODE = 2
+WORLD_PREFIX = ".world_"
+"""What the names of the folders in a run's begin with through which a world's ranks tell its launcher of their end."""
 
 
 def in_world() -> bool:
@@ -43,18 +51,16 @@ def stop_signals() -> tuple[signal.Signals, ...]:
     return (STOP_SIGNAL,) if launched_here() else (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 
 
-def launch_world(topology: Topology, device_type: str, arguments: list[str], stopper: Stopper) -> None:
+def launch_world(topology: Topology, arguments: list[str], run_folder: Path, stopper: Stopper) -> None:
     """Runs `dflash-dist` with `arguments` on every rank, to the end or until `stopper` has stopped it.
 
-    RunFailed, or UserError where a rank's input was bad, names the rank that failed first.
+    RunFailed, or UserError where a rank's input was bad or the disk is full, names the rank that failed first.
     """
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # we say what failed ourselves
     os.environ[LAUNCHED] = "1"
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    if device_type == "cpu":
-        threads = max(1, (os.cpu_count() or 1) // topology.ranks_per_node)
-        os.environ.setdefault("OMP_NUM_THREADS", str(threads))
-    with tempfile.TemporaryDirectory(prefix="dflash_dist_") as folder:
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // topology.ranks_per_node)))
+    with _world_folder(run_folder) as folder:
         os.environ[WORLD_FOLDER] = folder
         config = LaunchConfig(
             min_nodes=1,
@@ -68,7 +74,7 @@ def launch_world(topology: Topology, device_type: str, arguments: list[str], sto
             signals_to_handle="SIGQUIT",  # the others are the stopper's
         )
         try:
-            elastic_launch(config, sys.executable)("-m", "dflash_dist", *arguments)
+            elastic_launch(config, sys.executable)(*_path_options(), "-m", "dflash_dist", *arguments)
         except ChildFailedError as error:
             # A rank that has not begun to listen ends of the signal itself, and takes others with it; without such a
             # rank it is a failure of its own, such as a full disk at the last checkpoint.
@@ -77,10 +83,40 @@ def launch_world(topology: Topology, device_type: str, arguments: list[str], sto
                 raise _first_cause(error, topology, Path(folder)) from None
         except json.JSONDecodeError:
             # torch reads what a rank wrote of its end, and that was cut short.
-            raise RunFailed(f"a rank failed and could not say why: is the disk of {folder} full?") from None
+            raise RunFailed("a rank was killed while it told why it had failed; start again to resume") from None
         except SignalException:
             stopper.received = signal.SIGINT
             raise KeyboardInterrupt from None
+
+
+@contextlib.contextmanager
+def _world_folder(run_folder: Path) -> Iterator[str]:
+    """A new folder in the run's, for the block; what stays of it goes at the next start. UserError: a full disk."""
+    try:
+        with tempfile.TemporaryDirectory(
+            prefix=WORLD_PREFIX, dir=run_folder.absolute(), ignore_cleanup_errors=True
+        ) as folder:
+            yield folder
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise UserError(
+            f"run folder {run_folder} cannot be written: {error.strerror}; free some space and start again to resume"
+        ) from None
+
+
+def remove_left_worlds(run_folder: Path) -> None:
+    """Removes what a launcher that was killed has left. Only who holds the run's lock may call this."""
+    for left in run_folder.glob(f"{WORLD_PREFIX}*"):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def _path_options() -> list[str]:
+    """Python's options with which ranks import from where this process does.
+
+    With `-m` alone they would look into the current folder first, where a queue.py stands in for Python's own.
+    """
+    return [] if {"", os.getcwd()} & {*sys.path} else ["-P"]
 
 
 class Stopper:
@@ -125,10 +161,14 @@ def _signal_ranks() -> int:
 
 
 def record_failure(error: BaseException) -> None:
-    """Leaves a rank's error where the launcher finds it."""
+    """Leaves a rank's error, whole or not at all, where the launcher finds it."""
     handler = get_error_handler()
     handler.initialize()
-    handler.record_exception(error)
+    try:
+        handler.record_exception(error)
+    except OSError:  # a full disk
+        with contextlib.suppress(OSError):
+            os.unlink(os.environ["TORCHELASTIC_ERROR_FILE"])
 
 
 def _first_cause(error: ChildFailedError, topology: Topology, folder: Path) -> Exception:
@@ -144,8 +184,10 @@ def _first_cause(error: ChildFailedError, topology: Topology, folder: Path) -> E
     message = _message(failure)
     if message.startswith(USER_ERROR):
         return UserError(message.removeprefix(USER_ERROR))
-    place = read_place(folder, rank)
-    return RunFailed(f"rank {rank} ({topology.role(rank)}) {message}; its last batch: {place}")
+    message = f"rank {rank} ({topology.role(rank)}) {message}; its last batch: {read_place(folder, rank)}"
+    if failure.exitcode == USER_ERROR_CODE:  # the rank's message, and the verdict, did not come to lie on the disk
+        return UserError(f"{message}; is the disk of {folder.parent} full? free some space and start again to resume")
+    return RunFailed(message)
 
 
 def _message(failure: ProcessFailure) -> str:

@@ -2,6 +2,7 @@
 
 import io
 import json
+import signal
 import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
@@ -9,10 +10,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import psutil
 import pytest
 import yaml
 
-from tests.ranks.cli import dflash, metrics, train
+from tests.ranks.cli import ENVIRONMENT, Running, dflash, metrics, train
 from tests.ranks.conftest import Maker
 
 
@@ -253,6 +255,49 @@ def test_a_full_disk_at_a_checkpoint(make: Maker) -> None:
     assert list((config.parent / "runs/run/checkpoints").iterdir()) == []
     train(config, "1-1", "run")
     assert [row["step"] for row in metrics(config, "run")] == list(range(1, 9))
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "tb"])
+def test_a_run_folder_that_cannot_be_written_is_refused_before_any_rank(make: Maker, name: str) -> None:
+    config = make()
+    folder = config.parent / "runs" / "bad"
+    folder.mkdir(parents=True)
+    (folder / "environment.json").write_text("{}")
+    (folder / name).symlink_to("/proc")  # where not even root may make a file
+    with mock.patch("dflash_dist.train.launch.launch_world") as launched:
+        assert f"{folder / name} cannot be written: " in refused(config)
+    assert not launched.called
+
+
+def test_ranks_do_not_import_from_the_current_folder(make: Maker, tmp_path: Path) -> None:
+    """As the command itself does not."""
+    folder = tmp_path / "current"
+    folder.mkdir()
+    for name in ("queue", "torch", "yaml"):
+        (folder / f"{name}.py").write_text("raise SystemExit('the wrong module')")
+    arguments = ["train", "--config", str(make()), "--topo", "x1", "--run", "run", "train.max_steps=1"]
+    command = [sys.executable, "-P", "-m", "dflash_dist", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, cwd=folder, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_what_a_killed_launcher_leaves_is_gone_at_the_next_start(make: Maker, tmp_path: Path) -> None:
+    from dflash_dist.errors import UserError
+
+    config, temporary = make(), tmp_path / "tmp"
+    temporary.mkdir()
+    overrides = ["train.max_steps=4000", "train.epochs=1000", "train.checkpoint_every=1000"]
+    running = Running(config, "x1", "bad", *overrides, TMPDIR=str(temporary))
+    running.wait_for_step(2)
+    ranks = running.ranks()
+    running.send(signal.SIGKILL)
+    _, alive = psutil.wait_procs(list(ranks.values()), timeout=30)
+    assert not alive and running.end()[0] == -signal.SIGKILL
+    assert not list(temporary.glob("dflash_dist_*"))
+    (left,) = (config.parent / "runs/bad").glob(".world_*")
+    with mock.patch("dflash_dist.train.launch.launch_world", side_effect=UserError("no more is needed")):
+        assert "no more is needed" in refused(config, *overrides)
+    assert not left.exists()
 
 
 def test_eval_and_export_of_what_is_not_there(make: Maker, tmp_path: Path) -> None:

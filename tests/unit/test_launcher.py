@@ -4,14 +4,19 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from unittest import mock
 
 import pytest
+from tensorboard.summary.writer.event_file_writer import _AsyncWriter
+from tensorboard.summary.writer.record_writer import RecordWriter
 
 from dflash_dist.config import load_config
+from dflash_dist.errors import UserError
 from dflash_dist.topology import parse_topology
 from dflash_dist.train import launch
+from dflash_dist.train.rendezvous import join_world
 from dflash_dist.train.world import STOP_SIGNAL, Stopper
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1]
@@ -84,3 +89,28 @@ def test_a_signal_in_the_launchers_own_phases_ends_it(
         assert launch.train(config, parse_topology("x1"), "cpu", "run", ["train"]) == code
     assert "stopped (no checkpoint yet); go on with: " in capsys.readouterr().err
     assert lock.__exit__.called == (phase == "eval")
+
+
+def test_a_world_of_another_size_is_refused_with_the_mend(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=r"topology 2-1@2 has 6 ranks, but 1 were started; .*--nproc-per-node 3 "):
+        join_world(parse_topology("2-1@2"))
+
+
+@pytest.mark.parametrize("module", ["tensorboard", "another"])
+def test_of_tensorboards_thread_only_its_user_tells(
+    module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(threading, "excepthook", launch._thread_failed)
+    if module == "tensorboard":
+        writer = _AsyncWriter(RecordWriter(open("/dev/full", "wb", buffering=0)))  # noqa: SIM115
+        writer.write(b"")
+        writer._worker.join()
+        with pytest.raises(OSError, match="No space left on device"):
+            writer.write(b"")
+    else:
+        thread = threading.Thread(target=lambda: os.write(-1, b""))
+        thread.start()
+        thread.join()
+    assert ("Traceback" in capsys.readouterr().err) == (module == "another")

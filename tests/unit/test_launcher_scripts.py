@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,16 @@ from dflash_dist.topology import parse_topology
 
 LAUNCHERS = Path("launchers")
 SHARED_WORLD = "--nnodes 2 --rdzv-backend c10d --rdzv-endpoint host:1"
+NO_NUMBERS = ["", "-1", "two", "1\n0", "9" * 50, "a[$(date)]"]
+ODD = {
+    "NNODES": [*NO_NUMBERS, "1", "3"],
+    "NODE_RANK": [*NO_NUMBERS, "2"],
+    "MAX_RESTARTS": NO_NUMBERS,
+    "RDZV_ENDPOINT": [*NO_NUMBERS, "2", "host", ":29400", "host:0", "host:65536", "a host:1"],
+    "RDZV_ID": ["", "a b"],
+    "LOCAL_ADDR": ["", "a b"],
+}
+"""Values that a world of two nodes cannot have."""
 
 
 @pytest.fixture
@@ -30,8 +41,7 @@ def checkout(tmp_path: Path) -> Path:
 
 def launched(checkout: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """`launchers/torchrun.sh ARGUMENTS` where the PATH has no torchrun."""
-    path = checkout / "path"
-    path.mkdir()
+    path = Path(tempfile.mkdtemp(dir=checkout))
     for tool in ("dirname", "sed"):
         (path / tool).symlink_to(str(shutil.which(tool)))
     (path / "python3").symlink_to(sys.executable)
@@ -73,6 +83,27 @@ def test_torchrun_gets_the_world_of_the_topology(
     assert done.stderr.endswith(rf" {world} -m -- dflash_dist train --config c.yaml --topo {topo} --run a\ b " + "\n")
 
 
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in ODD.items() for value in values])
+def test_odd_values_of_variables_are_refused_in_one_line(checkout: Path, name: str, value: str) -> None:
+    done = launched(checkout, "x1@2", "c.yaml", **{"RDZV_ENDPOINT": "host:1"} | {name: value})
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    assert re.fullmatch(f"error: {name} is .+, but must be .+; mend or unset it\n", done.stderr), done.stderr
+
+
+def test_files_in_the_current_folder_do_not_stand_in_for_modules(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the repository itself, ranks may take dflash_dist from there."""
+    (checkout / ".venv" / "bin" / "torchrun").write_text('#!/bin/sh\necho "safe:$PYTHONSAFEPATH"\n')
+    elsewhere = checkout / "elsewhere"
+    elsewhere.mkdir()
+    for folder, safe in ((checkout, ""), (elsewhere, "1")):
+        (folder / "re.py").write_text("raise SystemExit('the wrong re')")
+        monkeypatch.chdir(folder)
+        done = launched(checkout, "x1", "c.yaml")
+        assert done.stdout == f"safe:{safe}\n", done.stderr
+
+
 @pytest.mark.parametrize(
     ("topo", "line"),
     [
@@ -96,7 +127,7 @@ def test_the_usage_names_every_variable_that_is_read(checkout: Path) -> None:
     done = launched(checkout, "1-2")
     assert done.returncode == 2
     script = (LAUNCHERS / "torchrun.sh").read_text()
-    read = set(re.findall(r"\$\{?([A-Z_]+)\b", script)) - {"PYTHON", "TORCH_CPP_LOG_LEVEL"}
+    read = set(re.findall(r"\$\{?([A-Z_]+)\b", script)) - {"PYTHON", "TORCH_CPP_LOG_LEVEL", "BASH_REMATCH"}
     assert read and read == set(re.findall(r"^ *([A-Z_]+) ", done.stderr.partition("variables:")[2], re.MULTILINE))
 
 

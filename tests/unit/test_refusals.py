@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dflash_dist import cli
-from dflash_dist.config import DrafterSettings
+from dflash_dist.config import DrafterSettings, config_text, load_config
 from dflash_dist.drafter.config import resolve
 from dflash_dist.export.plain import export_plain
 from tests.random_models import random_drafter
@@ -179,6 +179,38 @@ def test_names_that_no_file_has(exported: Path, target: Path, tmp_path: Path, na
 @pytest.mark.parametrize("topo", ["1" * 5000, "x" + "1" * 5000, "1" * 5000 + "-1"], ids=["bare", "shared", "pair"])
 def test_topologies_of_many_digits(target: Path, tmp_path: Path, topo: str) -> None:
     assert "topology" in refused("train", "--config", config_for(tmp_path, target), "--topo", topo)
+
+
+@pytest.mark.parametrize("digits", [30, 5000])
+def test_steps_and_places_of_many_digits(exported: Path, target: Path, tmp_path: Path, digits: int) -> None:
+    """Python itself reads no number of more than 4300."""
+    number, config = "1" * digits, config_for(tmp_path, target)
+    settings = load_config(Path(config))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text(config_text(settings))
+    run_option = ("--run", str(tmp_path / "run"))
+    inspected = ("inspect", "--config", config, "--row", "0", "--drafter", str(exported))
+    for line in (
+        refused("export", *run_option, "--out", str(tmp_path / "out"), "--checkpoint", number),
+        refused("eval", *run_option, "--checkpoint", number),
+        refused(*inspected, "--anchors", f"35,{number}"),
+        refused(*inspected, f"--anchors=-{number}"),
+    ):
+        assert number in line and ("a step such as 100" in line or "token places such as 35,40" in line)
+
+
+@pytest.mark.parametrize("option", ["--batch", "--max-rows", "--row", "--steps", "--max-restarts"])
+def test_counts_past_64_bits(target: Path, tmp_path: Path, option: str) -> None:
+    config = ["--config", config_for(tmp_path, target)]
+    commands = {
+        "--row": ["inspect", *config],
+        "--steps": ["profile", "run", *config, "--topo", "x1"],
+        "--max-restarts": ["train", *config, "--topo", "x1@2"],
+    }
+    command = commands.get(option, ["regenerate", *config, "--out", str(tmp_path / "out.jsonl")])
+    for digits in (30, 5000):
+        code, out, err = run(*command, option, "1" * digits)
+        assert (code, out) == (2, "") and err.splitlines()[-1].lower().startswith("error: "), err
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", "enable_thinking=false"])

@@ -15,12 +15,15 @@ from dflash_dist.config import Config, config_text, load_config
 from dflash_dist.errors import UserError
 from dflash_dist.train.run_folder import (
     check_name_is_free,
+    check_writable,
     lock_run,
     record_begin,
     run_folder,
     run_store,
     target_identity,
+    write_text,
 )
+from dflash_dist.train.world import WORLD_PREFIX, remove_left_worlds
 from tests.tiny import make_chats, make_config, make_target
 
 
@@ -80,6 +83,41 @@ def test_a_run_is_held_by_one_process(folder: Path) -> None:
     ):
         lock_run(folder)
     lock_run(folder).close()
+
+
+@pytest.mark.parametrize("place", ["", "checkpoints", "tb"])
+@pytest.mark.parametrize("kind", ["a folder that nobody may write", "a file", "a link to nothing"])
+def test_folders_that_cannot_be_written_are_found_at_the_start(folder: Path, place: str, kind: str) -> None:
+    (folder / "checkpoints").mkdir()
+    check_writable(folder)
+    assert [path.name for path in folder.iterdir()] == ["checkpoints"]
+    shutil.rmtree(folder if not place else folder / place, ignore_errors=True)
+    if kind == "a file":
+        (folder / place).touch()
+    else:  # the kernel lets not even root make a file in /proc
+        (folder / place).symlink_to("/proc" if kind.startswith("a folder") else "/proc/nothing")
+    with pytest.raises(UserError, match=f"{folder / place} cannot be written: .* --run NAME"):
+        check_writable(folder)
+
+
+@pytest.mark.parametrize("fails", ["write", "rename"])
+def test_a_small_file_is_written_whole_or_not_at_all(tmp_path: Path, fails: str) -> None:
+    path = tmp_path / "file.json"
+    if fails == "write":
+        (tmp_path / ".file.json.partial").symlink_to("/dev/full")
+    else:
+        path.mkdir()
+    with pytest.raises(UserError, match=f"{path} cannot be written"):
+        write_text(path, "{}")
+    assert [name.name for name in tmp_path.iterdir()] == ([] if fails == "write" else ["file.json"])
+
+
+def test_what_a_killed_launcher_left_is_removed(folder: Path) -> None:
+    for name in (f"{WORLD_PREFIX}1", f"{WORLD_PREFIX}2", "checkpoints"):
+        (folder / name).mkdir()
+        (folder / name / "file").touch()
+    remove_left_worlds(folder)
+    assert [path.name for path in folder.iterdir()] == ["checkpoints"]
 
 
 def save_scaled(file: Path, factor: float) -> None:
