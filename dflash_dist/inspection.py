@@ -5,6 +5,7 @@ Shape suffixes: T tokens of the row, A anchors, B block size, M = B - 1 masked o
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import os
@@ -147,8 +148,9 @@ def block_outcomes(
     check_target(drafter.config, text_config(folder, config.target.trust_remote_code), drafter_folder, folder)
     check_vocabulary(int(row.tokens_T.max()), drafter.config.vocab_size, folder)
     objective = Objective.of(config.objective)
+    settings = dataclasses.replace(config.target, compile=False)  # for one row it would not pay
     forward = TargetForward(
-        folder, config.target, drafter.config.target_layer_ids, device, last_state=objective.needs_last_state
+        folder, settings, drafter.config.target_layer_ids, device, last_state=objective.needs_last_state
     )
     lengths_N = np.array([len(row.tokens_T)])
     features_TF = torch.empty(len(row.tokens_T), forward.features, dtype=forward.dtype, device=device)

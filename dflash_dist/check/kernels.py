@@ -26,6 +26,7 @@ TOLERANCE = 0.03
 TRIAL_TIMEOUT_S = 300.0
 MENDS = {
     "chunk_gated_delta_rule": FLA.reinstall,
+    "causal_conv1d": FLA.reinstall,
     "causal_conv1d_fn": CAUSAL_CONV1D.rebuild,
     "varlen_attn": "pip install --upgrade --force-reinstall torch",
     "flash_attn_varlen_func": FLASH_ATTN.rebuild,

@@ -146,7 +146,9 @@ def _hybrid(
     installs = [install_finding(TRITON), half or install_finding(FLA), _convolution_install(own)]
     errors = {finding.name: finding for finding in installs if finding.level == "error"}
     bound = bindings(modelling) if modelling else []
-    tried = ["chunk_gated_delta_rule"] if not errors.keys() & {"fla", "triton"} and _delta_rule(modelling) else []
+    tried = []
+    if not errors.keys() & {"fla", "triton"} and _delta_rule(modelling):
+        tried = ["chunk_gated_delta_rule", *(["causal_conv1d"] if own else [])]
     tried += ["causal_conv1d_fn"] if _imports(CAUSAL_CONV1D) else []
     outcomes = try_kernels([*attention, *tried], Shapes.of(facts.text), facts.modelling, caches)
 

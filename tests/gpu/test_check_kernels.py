@@ -48,7 +48,7 @@ def case_of(name: str, shapes: Shapes) -> Case:
         reference = torch_reference(importlib.import_module(MODELLING), "torch_chunk_gated_delta_rule")
         assert reference is not None
         return delta_rule_case(*where, reference)
-    return (convolution_case if name == "causal_conv1d_fn" else attention_case)(*where)
+    return (convolution_case if name.startswith("causal_conv1d") else attention_case)(*where)
 
 
 def kernel_of(name: str) -> Callable[..., Any]:
@@ -77,7 +77,7 @@ def test_a_kernel_that_is_not_told_of_documents_leaks(name: str) -> None:
 
     @functools.wraps(kernel)
     def leaky(*inputs: Any, **named: Any) -> Any:
-        if name in ("chunk_gated_delta_rule", "causal_conv1d_fn"):
+        if name in ("chunk_gated_delta_rule", "causal_conv1d", "causal_conv1d_fn"):
             return kernel(*inputs, **{key: BOUNDS.get(key, lambda x: x)(value) for key, value in named.items()})
         query, key, value, bounds, _, _, _ = inputs
         tokens, whole = len(query), bounds[[0, -1]].contiguous()
