@@ -13,6 +13,8 @@ READY := $(VENV)/.ready
 TORCH := torch==2.13.0
 # Where to look for the CPU build of torch beside pip's own sources, for example PyTorch's CPU wheel index.
 TORCH_INDEX ?=
+# Tests wait much, for worlds that start and end: two files at a time.
+WORKERS := -n 2 --dist loadfile
 HAS_GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q '^GPU ' && echo yes)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
@@ -59,10 +61,10 @@ lint: setup ## ruff, ruff format, mypy
 	@$(BIN)/mypy
 
 test: setup lint ## lint and the whole test suite but its long matrices
-	@$(BIN)/python -m pytest -m 'not gpu and not full and not slurm'
+	@$(BIN)/python -m pytest $(WORKERS) -m 'not gpu and not full and not slurm'
 
 test-full: setup lint ## the long matrices too
-	@$(BIN)/python -m pytest -m 'not gpu and not slurm'
+	@$(BIN)/python -m pytest $(WORKERS) -m 'not gpu and not slurm'
 
 test-gpu: setup ## the tests that need a CUDA device
 	@$(BIN)/python -m pytest -m gpu
