@@ -316,7 +316,7 @@ def _check_device_name(device: str) -> None:
 
 def main() -> None:
     """Entry point: a user's error is one line and exit code 2, a failed run or any other error 1, Ctrl-C 130."""
-    # Read when torch is imported. Threads that spin while they wait slow a shared machine's evaluation down severalfold.
+    # Read when torch is imported. Threads that spin while they wait slow evaluation on a shared machine severalfold.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     with contextlib.redirect_stderr(LastingStream(sys.stderr)), contextlib.redirect_stdout(DataStream(sys.stdout)):
         _run()
