@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import deque
+import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from queue import SimpleQueue
 from typing import TypeVar
 
 Item = TypeVar("Item")
@@ -12,16 +12,37 @@ Loaded = TypeVar("Loaded")
 
 
 def prefetch(items: Iterable[Item], load: Callable[[Item], Loaded], depth: int) -> Iterator[tuple[Item, Loaded]]:
-    """(item, load(item)) for each item in order, with `depth` loads running ahead on one thread."""
-    pool = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
+    """(item, load(item)) for each item in order, with `depth` loads running ahead on one thread.
+
+    Whatever error strikes the caller comes out at once: the two threads share no lock that it could leave held, and
+    none waits for the other's end.
+    """
+    wanted: SimpleQueue[tuple[Item] | None] = SimpleQueue()
+    loaded: SimpleQueue[tuple[Item, Loaded] | BaseException] = SimpleQueue()
+
+    def work() -> None:
+        while (want := wanted.get()) is not None:
+            try:
+                loaded.put((want[0], load(want[0])))
+            except BaseException as error:
+                loaded.put(error)
+
+    def take() -> tuple[Item, Loaded]:
+        result = loaded.get()
+        if isinstance(result, BaseException):
+            raise result
+        return result
+
+    threading.Thread(target=work, name="prefetch", daemon=True).start()
+    ahead = 0
     try:
-        ahead: deque[tuple[Item, Future[Loaded]]] = deque()
         for item in items:
-            ahead.append((item, pool.submit(load, item)))
-            if len(ahead) > depth:
-                item, future = ahead.popleft()
-                yield item, future.result()
-        for item, future in ahead:
-            yield item, future.result()
+            wanted.put((item,))
+            ahead += 1
+            if ahead > depth:
+                ahead -= 1
+                yield take()
+        for _ in range(ahead):
+            yield take()
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)  # an error must come out, whatever the thread waits for
+        wanted.put(None)

@@ -1,6 +1,7 @@
+import sys
 import threading
-from collections.abc import Iterator
-from concurrent.futures import Future
+from types import FrameType
+from typing import Any
 
 import pytest
 
@@ -19,22 +20,54 @@ def test_an_error_of_a_load_comes_with_its_item() -> None:
         next(pairs)
 
 
-def test_an_error_comes_out_while_the_loading_thread_is_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error at any line, such as within `Future.result`, may leave a lock behind that the thread waits for."""
+def test_an_error_at_any_line_comes_out_at_once() -> None:
+    """Even while the loading thread is stuck."""
+    number, outcome = 0, ""
+    while outcome != "all taken":
+        number += 1
+        outcome = struck_at(number)
+        assert outcome in ("struck", "all taken"), number
+    assert number > 20
 
-    def struck(future: Future[int]) -> None:
-        raise InterruptedError
 
-    def take(pairs: Iterator[tuple[int, int]]) -> None:
-        with pytest.raises(InterruptedError):
-            next(pairs)
-        out.set()
+class Struck(Exception):
+    pass
 
-    monkeypatch.setattr(Future, "result", struck)
-    free, out = threading.Event(), threading.Event()
-    pairs = prefetch([1, 2, 3], lambda number: number * free.wait(), depth=1)
-    threading.Thread(target=take, args=(pairs,), daemon=True).start()
-    try:
-        assert out.wait(20)
-    finally:
-        free.set()
+
+def struck_at(number: int) -> str:
+    """What comes of taking items with an error at the given line, or return, of the caller's thread."""
+    seen, outcome = 0, []
+    free, done = threading.Event(), threading.Event()
+
+    def load(item: int) -> int:
+        if item == 3:
+            free.wait()
+        return item
+
+    def strike(frame: FrameType, event: str, argument: object) -> Any:
+        nonlocal seen
+        seen += event in ("line", "return")
+        if seen == number:
+            raise Struck
+        if frame.f_code.co_name == "take":
+            free.set()  # nothing came before the caller had to wait
+        return strike
+
+    def use() -> None:
+        pairs = prefetch(range(5), load, depth=2)
+        next(pairs)  # so far the thread was started, which is not looked at
+        sys.settrace(strike)
+        try:
+            for _ in pairs:
+                pass
+            outcome.append("all taken")
+        except Struck:
+            outcome.append("struck")
+        finally:
+            sys.settrace(None)
+            done.set()
+
+    threading.Thread(target=use, daemon=True).start()
+    done.wait(20)
+    free.set()
+    return outcome[0] if outcome else "stuck"
