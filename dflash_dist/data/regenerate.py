@@ -305,22 +305,23 @@ def _finish(out: Path, journal: IO[bytes]) -> None:
     """Writes the kept rows of the journal to `out`, and the report beside the settings; prints it on stderr."""
     kept = answers = 0
     ended_early, rejected = collections.Counter[str](), collections.Counter[str]()
-    firsts: dict[str, str] = {}
+    firsts: dict[tuple[str, str], str] = {}
     temporary = _beside(out, "tmp")
     journal.seek(0)
     with open(temporary, "w", encoding="utf-8") as file:
         for line in journal:
             chat = Rewriting(**json.loads(line))
             if chat.ended:
-                (ended_early if chat.messages else rejected)[chat.ended] += 1
-                firsts.setdefault(chat.ended, chat.id + (f" ({chat.detail})" if chat.detail else ""))
+                kind, counter = ("ended early", ended_early) if chat.messages else ("rejected", rejected)
+                counter[chat.ended] += 1
+                firsts.setdefault((kind, chat.ended), chat.id + (f" ({chat.detail})" if chat.detail else ""))
             if chat.messages:
                 file.write(json.dumps({"id": chat.id, "messages": chat.messages} | chat.template_kwargs) + "\n")
                 kept += 1
                 answers += chat.answers
     rows = kept + rejected.total()
     reasons = [
-        f"{kind} {count} {reason}, first {firsts[reason]}"
+        f"{kind} {count} {reason}, first {firsts[kind, reason]}"
         for kind, counter in (("ended early", ended_early), ("rejected", rejected))
         for reason, count in counter.most_common()
     ]

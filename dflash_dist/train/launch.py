@@ -165,7 +165,6 @@ def begin_run(config: Config, topology: Topology, device_type: str, folder: Path
     """Prepares target and data, checks that the run can work, and makes its folder, which is locked in the block."""
     inputs = resolve_inputs(config, topology)
     print_report(inputs.report, inputs.store_folder)
-    print("target: documents run as right-padded rows of like length, each apart from the others", file=sys.stderr)
     findings = check(config)
     if has_errors(findings) and not allow_slow:
         costs = {f.name: f", so {f.cost}" if f.cost else "" for f in findings}
@@ -190,8 +189,10 @@ def begin_run(config: Config, topology: Topology, device_type: str, folder: Path
         check_writable(folder)
         remove_left_worlds(folder)
         set_damaged_aside(folder / CHECKPOINTS)
-        resumes = newest_checkpoint(folder / CHECKPOINTS) is not None
-        record_begin(config, inputs, environment(config, findings), folder, resumes=resumes)
+        newest = newest_checkpoint(folder / CHECKPOINTS)
+        if newest:
+            print(f"run {folder.name} goes on after step {newest.step}", file=sys.stderr)
+        record_begin(config, inputs, environment(config, findings), folder, resumes=newest is not None)
         try:
             for name in FILLED:
                 (folder / name).mkdir(exist_ok=True)

@@ -144,7 +144,7 @@ class Stopper:
         again, self.received = self.received is not None, signal.Signals(number)
         if not _signal_ranks() or (again and number == signal.SIGINT):
             raise KeyboardInterrupt
-        print("stopping: a checkpoint is written after the step in progress", file=sys.stderr)
+        print("stopping: within a few steps, then a checkpoint is written", file=sys.stderr)
 
 
 def _signal_ranks() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import shutil
@@ -20,6 +21,7 @@ import torch
 
 from dflash_dist.commands import regenerate_command
 from dflash_dist.config import Config, TargetConfig, load_config
+from dflash_dist.data import regenerate
 from dflash_dist.data.chat import prompt_ids, supervised_runs
 from dflash_dist.data.prepare import prepare
 from dflash_dist.data.regenerate import Sampling
@@ -415,3 +417,20 @@ def test_no_server_at_all_fails_after_the_attempts(monkeypatch: pytest.MonkeyPat
 
     with pytest.raises(RunFailed, match=re.escape("http://127.0.0.1:9/v1/chat/completions failed 6 times on row a:")):
         list(writer.rewrite([Rewriting("a", [[{"role": "user", "content": "x"}]])], lambda: None))
+
+
+def test_the_report_names_the_first_row_of_each_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of those that keep earlier answers and of those that are rejected, though they end for the same reason."""
+    question, answer = {"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}
+    chats = [
+        regenerate.Rewriting("early", messages=[question, answer], answers=1, ended="cut"),
+        regenerate.Rewriting("gone", ended="cut"),
+        regenerate.Rewriting("gone too", ended="cut"),
+    ]
+    out = tmp_path / "out.jsonl"
+    (tmp_path / "out.jsonl.settings.json").write_text("{}")
+    with (tmp_path / "journal").open("w+b") as journal:
+        journal.writelines(json.dumps(dataclasses.asdict(chat)).encode() + b"\n" for chat in chats)
+        regenerate._finish(out, journal)
+    said = capsys.readouterr().err
+    assert "ended early 1 cut, first early" in said and "rejected 2 cut, first gone\n" in said
