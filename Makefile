@@ -14,7 +14,7 @@ TORCH := torch==2.13.0
 # Where to look for the CPU build of torch beside pip's own sources, for example PyTorch's CPU wheel index.
 TORCH_INDEX ?=
 # Tests wait much, for worlds that start and end: two files at a time.
-WORKERS := -n 2 --dist loadfile
+WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
 HAS_GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q '^GPU ' && echo yes)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 

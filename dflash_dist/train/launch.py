@@ -165,13 +165,6 @@ def begin_run(config: Config, topology: Topology, device_type: str, folder: Path
     """Prepares target and data, checks that the run can work, and makes its folder, which is locked in the block."""
     inputs = resolve_inputs(config, topology)
     print_report(inputs.report, inputs.store_folder)
-    findings = check(config)
-    if has_errors(findings) and not allow_slow:
-        costs = {f.name: f", so {f.cost}" if f.cost else "" for f in findings}
-        wrong = "; ".join(
-            f"{f.name}: {f.detail}{costs[f.name]} (mend: {f.mend})" for f in findings if f.level == "error"
-        )
-        raise UserError(f"the environment check found errors: {wrong}; or train all the same with --allow-slow")
     needs = rank_memory(config, topology, inputs.target_config, inputs.drafter, device_type)
     if device_type == "cuda":
         for role, parts in needs.items():
@@ -179,6 +172,13 @@ def begin_run(config: Config, topology: Topology, device_type: str, folder: Path
     else:
         ranks = {"target": topology.targets, "drafter": topology.drafters, "target+drafter": topology.targets}
         check_memory(needs, psutil.virtual_memory().available, ranks)
+    findings = check(config)
+    if has_errors(findings) and not allow_slow:
+        costs = {f.name: f", so {f.cost}" if f.cost else "" for f in findings}
+        wrong = "; ".join(
+            f"{f.name}: {f.detail}{costs[f.name]} (mend: {f.mend})" for f in findings if f.level == "error"
+        )
+        raise UserError(f"the environment check found errors: {wrong}; or train all the same with --allow-slow")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = lock_run(folder)

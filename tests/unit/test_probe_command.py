@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import signal
@@ -142,7 +143,8 @@ def running(path: Path) -> Iterator[tuple[subprocess.Popen[str], psutil.Process]
     """A probe that has begun to load its target, and its process."""
     command = [*BASE, "probe", "--config", str(path), "--device", "cpu"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, env=ENVIRONMENT, start_new_session=True, **pipes) as probe:
+    heed = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # ignored where tests run in the background
+    with subprocess.Popen(command, env=ENVIRONMENT, start_new_session=True, preexec_fn=heed, **pipes) as probe:
         assert probe.stderr is not None
         for line in probe.stderr:
             if "loading" in line:
