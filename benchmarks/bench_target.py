@@ -178,7 +178,7 @@ class Bench:
         where = {"position_ids": pack.positions_1T} | ({"seq_idx": pack.document_1T} if self.forward._hybrid else {})
 
         def run() -> None:
-            with torch.no_grad(), running(pack):
+            with torch.no_grad(), running(self.model, pack):
                 self.model(input_ids=ids_1T, use_cache=False, **where)
 
         return run

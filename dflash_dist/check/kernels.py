@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_dist.check.findings import Finding, Level, one_line
-from dflash_dist.check.installs import CAUSAL_CONV1D, FLA, FLASH_ATTN
+from dflash_dist.check.installs import CAUSAL_CONV1D, FLA, FLASH_ATTN, TRITON
 from dflash_dist.check.trials import Measured, Shapes, run_trial
 
 TOLERANCE = 0.03
@@ -26,7 +26,7 @@ TOLERANCE = 0.03
 TRIAL_TIMEOUT_S = 300.0
 MENDS = {
     "chunk_gated_delta_rule": FLA.reinstall,
-    "causal_conv1d": FLA.reinstall,
+    "convolution": TRITON.reinstall,
     "causal_conv1d_fn": CAUSAL_CONV1D.rebuild,
     "varlen_attn": "pip install --upgrade --force-reinstall torch",
     "flash_attn_varlen_func": FLASH_ATTN.rebuild,

@@ -148,7 +148,7 @@ def _hybrid(
     bound = bindings(modelling) if modelling else []
     tried = []
     if not errors.keys() & {"fla", "triton"} and _delta_rule(modelling):
-        tried = ["chunk_gated_delta_rule", *(["causal_conv1d"] if own else [])]
+        tried = ["chunk_gated_delta_rule", *(["convolution"] if own else [])]
     tried += ["causal_conv1d_fn"] if _imports(CAUSAL_CONV1D) else []
     outcomes = try_kernels([*attention, *tried], Shapes.of(facts.text), facts.modelling, caches)
 

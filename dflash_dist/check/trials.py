@@ -122,7 +122,7 @@ def delta_rule_case(
 
 
 def convolution_case(shapes: Shapes, tokens: int, device: torch.device, dtype: torch.dtype) -> Case:
-    """The short causal convolution of each channel, then SiLU; kernels of fla's or causal-conv1d's signature."""
+    """The short causal convolution of each channel, then SiLU; kernels of our own or causal-conv1d's signature."""
     channels = (
         2 * shapes.linear_num_key_heads * shapes.linear_key_head_dim
         + shapes.linear_num_value_heads * shapes.linear_value_head_dim
@@ -132,9 +132,9 @@ def convolution_case(shapes: Shapes, tokens: int, device: torch.device, dtype: t
     weight_XW = torch.randn(channels, taps, device=device, generator=random).to(dtype)
 
     def fused(kernel: Kernel, inputs: tuple[Tensor, ...], lengths: Sequence[int]) -> Tensor:
-        if "cu_seqlens" in inspect.signature(kernel).parameters:
-            bounds = _offsets(lengths, device)
-            return kernel(inputs[0][None], weight_XW, activation="silu", cu_seqlens=bounds)[0][0]
+        if "positions_1T" in inspect.signature(kernel).parameters:
+            positions_1T = torch.cat([torch.arange(length, device=device) for length in lengths])[None]
+            return kernel(inputs[0][None], weight_XW, positions_1T=positions_1T)[0]
         counts = torch.tensor(lengths, device=device)
         document_1T = torch.arange(len(lengths), device=device, dtype=torch.int32).repeat_interleave(counts)[None]
         out_1XT = kernel(inputs[0].T[None], weight_XW, None, activation="silu", seq_idx=document_1T)
@@ -182,7 +182,7 @@ def attention_case(shapes: Shapes, tokens: int, device: torch.device, dtype: tor
 
 KERNELS = {
     "chunk_gated_delta_rule": "fla.ops.gated_delta_rule",
-    "causal_conv1d": "fla.modules.causal_conv1d",
+    "convolution": "dflash_dist.target.packed_kernels",
     "causal_conv1d_fn": "causal_conv1d",
     "varlen_attn": "torch.nn.attention.varlen",
     "flash_attn_varlen_func": "flash_attn",
@@ -193,7 +193,7 @@ KERNELS = {
 def run_trial(name: str, shapes: Shapes, modelling: str | None, device: torch.device) -> Measured:
     """Imports the kernel and measures it in bf16; `modelling`: the target's modelling module, for the delta rule."""
     kernel = getattr(importlib.import_module(KERNELS[name]), name)
-    make: Callable[..., Case] = convolution_case if name.startswith("causal_conv1d") else attention_case
+    make: Callable[..., Case] = convolution_case if "conv" in name else attention_case
     if name == "chunk_gated_delta_rule":
         assert modelling is not None
         reference = torch_reference(importlib.import_module(modelling), "torch_chunk_gated_delta_rule")

@@ -9,7 +9,7 @@ hidden size, F captured features, W values of a row of the wire format.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,6 +25,7 @@ from dflash_dist.target.packed import (
     fla_missing,
     running,
     to_device,
+    tune_delta_rule,
     use_own_attention,
     use_own_mixers,
 )
@@ -35,6 +36,9 @@ Layout = Literal["packed", "rows"]
 TRIAL_LENGTHS = np.array([70, 33, 70, 129])
 """Of the documents on which a forward is tried: with parts of chunks of the delta rule, and as rows one and two of a
 length, which torch.compile tells apart."""
+WARM_UP_LENGTHS = 32 * TRIAL_LENGTHS + 1
+"""Of the documents on which kernels are tuned and compiled on a GPU. fla's and the compiler's kernels keep the variant
+that was fastest on the first batch they met: on a small one, all are alike, and chance decides."""
 AGREEMENT = {torch.float32: 1e-3}
 """Greatest relative difference between packed and padded states. Half types round: a deep model's last taps of random
 weights differ by some per cent, and a wrong mask or a leak by about 1."""
@@ -69,6 +73,8 @@ class TargetForward:
         self.wire = WireFormat(wire, len(layer_ids) + last_state, hidden_size, self.dtype)
         self._hybrid = "linear_attention" in (getattr(self._model.config, "layer_types", None) or [])
         use_own_mixers(self._model)
+        if self._hybrid and device.type == "cuda":
+            self._halving(lambda lengths_N: tune_delta_rule(self._model, lengths_N, device))
         self.not_packed_because = "" if layout else self._packing_is_slow()
         """Why documents are padded to rows; empty where they are packed, or where rows were asked for."""
         self.layout: Layout = "rows" if layout == "rows" or self.not_packed_because else "packed"
@@ -80,7 +86,10 @@ class TargetForward:
         """Has each kind of layer run as one compiled graph. Compiles now; another mix of lengths does not again."""
         for layer in self._layers:
             layer.forward = torch.compile(layer.forward, dynamic=True, backend=backend)
-        self._trial(self._trial_tokens(), self.layout)
+        if self._device.type == "cuda":
+            self._halving(lambda lengths_N: self._trial(self._random_tokens(lengths_N), lengths_N, self.layout))
+        else:
+            self._trial(self._random_tokens(TRIAL_LENGTHS), TRIAL_LENGTHS, self.layout)
 
     @property
     def features(self) -> int:
@@ -112,7 +121,7 @@ class TargetForward:
         where = {} if pack is None else {"position_ids": pack.positions_1T}
         if pack is not None and self._hybrid:
             where["seq_idx"] = pack.document_1T
-        with self._keeping() as states_RLH, running(pack):
+        with self._keeping() as states_RLH, running(self._model, pack):
             output = self._model(input_ids=to_device(ids_RL, self._device), use_cache=False, **where)
         return [*states_RLH, output.last_hidden_state] if self._last_state else states_RLH
 
@@ -134,8 +143,8 @@ class TargetForward:
     def _try_own_attention(self) -> None:
         """Keeps to it where a trial shows the same states by it; else padded rows by Hugging Face's own."""
         implementation = self._model.config._attn_implementation
-        tokens_T = self._trial_tokens()
-        expected_TSH = self._trial(tokens_T, "rows")
+        tokens_T = self._random_tokens(TRIAL_LENGTHS)
+        expected_TSH = self._trial(tokens_T, TRIAL_LENGTHS, "rows")
         try:
             use_own_attention(self._model)
             self._check(tokens_T, expected_TSH)
@@ -160,25 +169,38 @@ class TargetForward:
         middle = slice(TRIAL_LENGTHS[0], TRIAL_LENGTHS[:2].sum())
         others_T = tokens_T.flip(0)
         others_T[middle] = tokens_T[middle]
-        states_TSH = self._trial(tokens_T, self.layout)
-        apart = _difference(self._trial(others_T, self.layout)[middle], states_TSH[middle])
+        states_TSH, others_TSH = (self._trial(x, TRIAL_LENGTHS, self.layout) for x in (tokens_T, others_T))
+        apart = _difference(others_TSH[middle], states_TSH[middle])
         # The sums of experts depend on what other tokens they are given, in their last bits.
         if not apart <= (0 if getattr(self._model.config, "num_experts", None) is None else self._tolerance):
             raise NotPackableError(f"a document's states change by {apart:.1e} with the documents beside it")
         if not (difference := _difference(states_TSH, expected_TSH)) <= self._tolerance:
             raise NotPackableError(f"its states are {difference:.1e} away from those of padded rows")
 
-    def _trial_tokens(self) -> Tensor:
+    def _random_tokens(self, lengths_N: np.ndarray) -> Tensor:
         vocabulary = self._model.config.get_text_config().vocab_size
-        return torch.randint(0, vocabulary, (TRIAL_LENGTHS.sum(),), generator=torch.Generator().manual_seed(0))
+        return torch.randint(0, vocabulary, (lengths_N.sum(),), generator=torch.Generator().manual_seed(0))
 
     @torch.no_grad()
-    def _trial(self, tokens_T: Tensor, layout: Layout) -> Tensor:
-        """The states [T, S, H] of the trial's documents, as they are."""
+    def _trial(self, tokens_T: Tensor, lengths_N: np.ndarray, layout: Layout) -> Tensor:
+        """The states [T, S, H] of the documents, as they are."""
         wire = WireFormat("full", self.wire.states, self.wire.hidden, self.dtype)
         out_TF = torch.empty(len(tokens_T), wire.features, dtype=self.dtype, device=self._device)
-        self._capture(tokens_T, TRIAL_LENGTHS, out_TF, wire, layout)
+        self._capture(tokens_T, lengths_N, out_TF, wire, layout)
         return out_TF.unflatten(1, (wire.states, wire.hidden))
+
+    def _halving(self, run: Callable[[np.ndarray], object]) -> None:
+        """Runs it on the warm-up's documents, or on shorter ones where memory does not hold those."""
+        lengths_N = WARM_UP_LENGTHS
+        while True:
+            try:
+                run(lengths_N)
+                break
+            except torch.OutOfMemoryError:
+                if lengths_N.sum() <= TRIAL_LENGTHS.sum():
+                    raise
+                lengths_N = lengths_N // 2
+        torch.cuda.empty_cache()
 
     @property
     def _tolerance(self) -> float:

@@ -3,13 +3,13 @@
 Only attention, the delta rule and the short convolution of a target look at other tokens. Inside `running` a decoder
 that was given to `use_own_attention` and `use_own_mixers` takes them from here, and they keep to the documents of
 the pack. They are custom ops: torch.compile sees one opaque call, and the pack is looked up when it runs. So another
-mix of lengths recompiles nothing, and nothing is read back from the device. The kernels are torch's and fla's;
-causal-conv1d is not needed.
+mix of lengths recompiles nothing, and nothing is read back from the device. Attention is torch's, the delta rule fla's,
+and what lies around that is in `packed_kernels.py`; causal-conv1d is not needed.
 
 Where no kernel fits (CPU, float32 attention), an op goes through the documents one by one: the definition, and slow.
 
 Shape suffixes: N documents of the pack, T its tokens, P = N + 1, C chunks of at most `CHUNK` tokens of one document, B
-rows, H heads, K key heads, D values of a head, X channels, W taps of the convolution.
+rows, H heads, K key heads, D values of a head, X channels, W taps of the convolution, M all heads of all tokens.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ CHUNK = 64
 """Tokens that the delta rule's kernels take at a time."""
 DELTA_RULE, CONVOLUTION = "torch_chunk_gated_delta_rule", "causal_conv1d_fn"
 """Names by which the modelling code of Qwen3-Next and Qwen3.5 calls its mixers."""
+GATED_NORM = "RMSNormGated"
+"""End of the name of its class of the norm behind the delta rule."""
 LAYER_TYPES = {"full_attention", "sliding_attention", "linear_attention"}
 _HARMLESS = {"position_ids", "seq_idx", "use_cache", "cache_position", "output_attentions", "output_router_logits"}
 """Arguments of an attention function that change nothing in a causal forward without a cache."""
@@ -75,6 +77,8 @@ class _Running:
 
     active: bool = False
     pack: Pack | None = None
+    key_heads: int = 0
+    """Of the delta rule. Up to transformers 5.17 queries and keys come repeated for the heads of the values."""
     fla: bool = False
     """Whether its kernels can be used here."""
 
@@ -83,9 +87,10 @@ _running = _Running()
 
 
 @contextlib.contextmanager
-def running(pack: Pack | None) -> Iterator[None]:
-    """Within it, mixers are those of this module, for the documents of `pack`; None: for rows of one document each."""
+def running(decoder: Any, pack: Pack | None) -> Iterator[None]:
+    """Within it, the decoder's mixers are those of this module, for the documents of `pack`; None: one to a row."""
     _running.active, _running.pack = True, pack
+    _running.key_heads = getattr(decoder.config, "linear_num_key_heads", 0)
     try:
         yield
     finally:
@@ -117,14 +122,35 @@ def has_own_mixers(decoder: Any) -> bool:
 
 
 def use_own_mixers(decoder: Any) -> None:
-    """Has the modelling code's delta rule and convolution be the ops of this module inside `running`."""
+    """Has the modelling code's delta rule, convolution and gated norm be the ops of this module inside `running`."""
     module = _modelling(decoder)
     _running.fla = torch.cuda.is_available() and fla_missing() is None
-    for name, ours in ((DELTA_RULE, _delta_rule), (CONVOLUTION, _convolution)):
-        theirs = getattr(module, name, None)
+    norms = [value for name, value in vars(module).items() if name.endswith(GATED_NORM)]
+    switches: list[tuple[Any, str, Callable[..., Any]]] = [
+        (module, DELTA_RULE, _delta_rule),
+        (module, CONVOLUTION, _convolution),
+        *((norm, "forward", _gated_norm) for norm in norms),
+    ]
+    for place, name, ours in switches:
+        theirs = getattr(place, name, None)
         if theirs is not None and not hasattr(theirs, "is_switched"):
             _theirs.setdefault(name, theirs)  # Qwen3-Next's and Qwen3.5's are alike
-            setattr(module, name, _switched(ours, theirs))
+            setattr(place, name, _switched(ours, theirs))
+
+
+def tune_delta_rule(decoder: Any, lengths_N: np.ndarray, device: torch.device) -> None:
+    """Runs the decoder's delta rule on random documents of these lengths, as a pack and as one row."""
+    config, dtype = decoder.config, next(decoder.parameters()).dtype
+    keys = config.linear_num_key_heads, config.linear_key_head_dim
+    values = config.linear_num_value_heads, config.linear_value_head_dim
+    tokens = int(lengths_N.sum())
+    query_1TKD, key_1TKD, value_1THD = (
+        torch.rand(1, tokens, *shape, dtype=dtype, device=device) for shape in (keys, keys, values)
+    )
+    g_1TH, beta_1TH = -torch.rand(1, tokens, values[0], device=device), value_1THD[..., 0].contiguous()
+    for pack in (Pack.of(lengths_N, device), None):
+        with torch.no_grad(), running(decoder, pack):
+            _delta_rule(query_1TKD, key_1TKD, value_1THD, g_1TH, beta_1TH, use_qk_l2norm_in_kernel=True)
 
 
 @functools.cache
@@ -233,8 +259,8 @@ def _attention_of_rows(query_BHLD: Tensor, key_BKLD: Tensor, value_BKLD: Tensor,
 
 
 def _delta_rule(
-    query_BTKD: Tensor,
-    key_BTKD: Tensor,
+    query_BTHD: Tensor,
+    key_BTHD: Tensor,
     value_BTHD: Tensor,
     g: Tensor,
     beta: Tensor,
@@ -245,14 +271,27 @@ def _delta_rule(
 ) -> tuple[Tensor, None]:
     """In the form of the modelling code's function; what else it is given tells where documents lie."""
     assert initial_state is None and not output_final_state and use_qk_l2norm_in_kernel
-    query_BTKD, key_BTKD = _normalised(query_BTKD), _normalised(key_BTKD)
-    return packed_delta_rule(query_BTKD, key_BTKD, value_BTHD.contiguous(), g.contiguous(), beta.contiguous()), None
+    step = query_BTHD.shape[2] // _running.key_heads
+    query_BTKD, key_BTKD = (heads_apart(x[:, :, ::step], normalise=True) for x in (query_BTHD, key_BTHD))
+    value_BTHD = heads_apart(value_BTHD, normalise=False)
+    return packed_delta_rule(query_BTKD, key_BTKD, value_BTHD, g.contiguous(), beta.contiguous()), None
 
 
-def _normalised(heads_BTKD: Tensor) -> Tensor:
-    """Each head over its norm, with fla's epsilon."""
-    values = heads_BTKD.float()
-    return (values * torch.rsqrt(values.square().sum(-1, keepdim=True) + 1e-6)).to(heads_BTKD.dtype).contiguous()
+@torch.library.custom_op("dflash::heads_apart", mutates_args=())
+def heads_apart(heads_BTHD: Tensor, normalise: bool) -> Tensor:
+    """A contiguous copy [B, T, H, D] of a slice; `normalise`: of each head over its norm, with fla's epsilon."""
+    if heads_BTHD.is_cuda:
+        from dflash_dist.target import packed_kernels
+
+        return packed_kernels.heads_apart(heads_BTHD, normalise)
+    exact_BTHD = heads_BTHD.float()
+    scale_BTH1 = torch.rsqrt(exact_BTHD.square().sum(-1, keepdim=True) + 1e-6) if normalise else 1
+    return (exact_BTHD * scale_BTH1).to(heads_BTHD.dtype, copy=True, memory_format=torch.contiguous_format)
+
+
+@heads_apart.register_fake
+def _(heads_BTHD: Tensor, normalise: bool) -> Tensor:
+    return heads_BTHD.new_empty(heads_BTHD.shape)
 
 
 @torch.library.custom_op("dflash::packed_delta_rule", mutates_args=())
@@ -261,11 +300,12 @@ def packed_delta_rule(
 ) -> Tensor:
     """The gated delta rule [B, T, H, D] over each document, of which `g_BTH` is the log of the decay.
 
-    Queries and keys are of norm 1, and may have fewer heads than the values.
+    Queries and keys are of norm 1, and may have fewer heads than the values. All are contiguous.
     """
     pack = _running.pack
     if value_BTHD.is_cuda and _running.fla:
-        return _fla()[0](query_BTKD, key_BTKD, value_BTHD, g_BTH, beta_BTH, **_bounds(pack))[0]
+        bounds = {} if pack is None else {"cu_seqlens": pack.offsets_P, "chunk_indices": pack.chunks_C2}
+        return _fla()(query_BTKD, key_BTKD, value_BTHD, g_BTH, beta_BTH, **bounds)[0]
     heads = value_BTHD.shape[2] // query_BTKD.shape[2]
     query_BTHD, key_BTHD = (x.repeat_interleave(heads, dim=2) for x in (query_BTKD, key_BTKD))
     inputs = (query_BTHD, key_BTHD, value_BTHD, g_BTH, beta_BTH)
@@ -290,7 +330,7 @@ def _convolution(
     """In the form of the modelling code's function. `seq_idx`: int [B, T], the document of each token."""
     assert bias is None and activation in ("silu", "swish")
     hidden_BTX = hidden_BXT.transpose(1, 2)
-    if hidden_BTX.is_cuda and _running.fla:
+    if hidden_BTX.is_cuda:
         return packed_convolution(hidden_BTX, weight_XW).transpose(1, 2)
     return _shifted_sum(hidden_BTX, weight_XW, seq_idx).transpose(1, 2)
 
@@ -298,7 +338,9 @@ def _convolution(
 @torch.library.custom_op("dflash::packed_convolution", mutates_args=())
 def packed_convolution(hidden_BTX: Tensor, weight_XW: Tensor) -> Tensor:
     """The causal convolution [B, T, X] of each channel over W tokens of its document, in fp32, then SiLU; on CUDA."""
-    return _fla()[1](hidden_BTX, weight_XW, activation="silu", **_bounds(_running.pack))[0]
+    from dflash_dist.target.packed_kernels import convolution
+
+    return convolution(hidden_BTX, weight_XW, None if _running.pack is None else _running.pack.positions_1T)
 
 
 @packed_convolution.register_fake
@@ -320,15 +362,30 @@ def _shifted_sum(hidden_BTX: Tensor, weight_XW: Tensor, documents_BT: Tensor | N
     return nn.functional.silu(out_BTX).to(hidden_BTX.dtype)
 
 
-def _bounds(pack: Pack | None) -> dict[str, Tensor]:
-    """In fla's words, so that it reads nothing back from the device."""
-    return {} if pack is None else {"cu_seqlens": pack.offsets_P, "chunk_indices": pack.chunks_C2}
+def _gated_norm(norm: Any, hidden_states: Tensor, gate: Tensor) -> Tensor:
+    """In the form of the norm's own forward."""
+    if not hidden_states.is_cuda:
+        return _theirs["forward"](norm, hidden_states, gate)
+    return gated_norm(hidden_states, gate, norm.weight, norm.variance_epsilon)
+
+
+@torch.library.custom_op("dflash::gated_norm", mutates_args=())
+def gated_norm(values_MD: Tensor, gate_MD: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
+    """Each head [M, D] over its root mean square, times the weight, times SiLU of the gate; on CUDA."""
+    from dflash_dist.target import packed_kernels
+
+    return packed_kernels.gated_norm(values_MD, gate_MD, weight_D, epsilon)
+
+
+@gated_norm.register_fake
+def _(values_MD: Tensor, gate_MD: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
+    return values_MD.new_empty(values_MD.shape)
 
 
 @functools.cache
-def _fla() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """fla's delta rule and convolution."""
-    from fla.modules.causal_conv1d import causal_conv1d  # type: ignore[import-not-found]
+def _fla() -> Callable[..., Any]:
+    """fla's delta rule."""
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # type: ignore[import-not-found]
 
-    return chunk_gated_delta_rule, causal_conv1d
+    rule: Callable[..., Any] = chunk_gated_delta_rule
+    return rule

@@ -39,7 +39,12 @@ pytestmark = [
 MODELLING = "transformers.models.qwen3_5.modeling_qwen3_5"
 QWEN3_8B = Shapes(num_attention_heads=32, num_key_value_heads=8, head_dim=128)
 INSTALLED = [name for name, module in KERNELS.items() if import_error(module, (name,)) is None]
-BOUNDS = {"cu_seqlens": lambda x: x[[0, -1]], "seq_idx": torch.zeros_like}
+BOUNDS = {
+    "cu_seqlens": lambda x: x[[0, -1]],
+    "seq_idx": torch.zeros_like,
+    "positions_1T": lambda x: torch.arange(x.numel(), device=x.device)[None],
+}
+"""What becomes of an argument that tells where documents lie, so that it tells of one only."""
 
 
 def case_of(name: str, shapes: Shapes) -> Case:
@@ -48,7 +53,7 @@ def case_of(name: str, shapes: Shapes) -> Case:
         reference = torch_reference(importlib.import_module(MODELLING), "torch_chunk_gated_delta_rule")
         assert reference is not None
         return delta_rule_case(*where, reference)
-    return (convolution_case if name.startswith("causal_conv1d") else attention_case)(*where)
+    return (convolution_case if "conv" in name else attention_case)(*where)
 
 
 def kernel_of(name: str) -> Callable[..., Any]:
@@ -77,7 +82,7 @@ def test_a_kernel_that_is_not_told_of_documents_leaks(name: str) -> None:
 
     @functools.wraps(kernel)
     def leaky(*inputs: Any, **named: Any) -> Any:
-        if name in ("chunk_gated_delta_rule", "causal_conv1d", "causal_conv1d_fn"):
+        if name in ("chunk_gated_delta_rule", "convolution", "causal_conv1d_fn"):
             return kernel(*inputs, **{key: BOUNDS.get(key, lambda x: x)(value) for key, value in named.items()})
         query, key, value, bounds, _, _, _ = inputs
         tokens, whole = len(query), bounds[[0, -1]].contiguous()

@@ -133,17 +133,56 @@ def test_another_mix_of_lengths_compiles_nothing(kind: str, tmp_path: Path) -> N
 def test_the_ops_tell_the_compiler_the_truth(tmp_path: Path) -> None:
     """Shapes, dtypes and strides."""
     make_target("hybrid", tmp_path)
-    TargetForward(tmp_path, TargetConfig(model=str(tmp_path), dtype="float32"), tuple(TAPS), CPU)  # binds references
+    forward = TargetForward(tmp_path, TargetConfig(model=str(tmp_path), dtype="float32"), tuple(TAPS), CPU)
     tests = ("test_schema", "test_faketensor")
     lengths_N = np.array([5, 7, 70])
     tokens = int(lengths_N.sum())
-    with packed.running(packed.Pack.of(lengths_N, CPU)):
+    with packed.running(forward._model, packed.Pack.of(lengths_N, CPU)):
         query, key, value = (torch.randn(tokens, heads, 16) for heads in (4, 2, 2))
         for window in (0, 20):
             torch.library.opcheck(packed.packed_attention, (query, key, value, 0.25, window), test_utils=tests)
         query, key, value = (torch.randn(1, tokens, heads, 16) for heads in (2, 2, 4))
         gates = -torch.rand(1, tokens, 4), torch.rand(1, tokens, 4)
         torch.library.opcheck(packed.packed_delta_rule, (query, key, value, *gates), test_utils=tests)
+
+
+@pytest.mark.parametrize("kind", HYBRIDS)
+def test_the_delta_rule_is_tuned_on_what_it_will_be_given(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tuned kernels are kept by heads, sizes and dtypes."""
+    folder = make_target(kind, tmp_path)
+    forward = TargetForward(
+        folder, TargetConfig(model=str(folder), dtype="bfloat16"), tuple(TAPS), CPU, layout="packed"
+    )
+    rule, seen = packed.packed_delta_rule, []
+
+    def spy(*inputs: torch.Tensor) -> torch.Tensor:
+        seen.append([(x.dtype, x.shape[2:], x.is_contiguous()) for x in inputs])
+        return rule(*inputs)
+
+    monkeypatch.setattr(packed, "packed_delta_rule", spy)
+    packed.tune_delta_rule(forward._model, np.array([3, 80]), CPU)
+    tuned = seen.copy()
+    seen.clear()
+    forward.capture(torch.arange(9), np.array([4, 5]), torch.empty(9, forward.features, dtype=torch.bfloat16))
+    assert len(tuned) == 2 and seen and all(x == tuned[0] for x in tuned + seen)
+
+
+def test_a_warm_up_that_memory_does_not_hold_is_shortened(tmp_path: Path) -> None:
+    folder = make_target("llama", tmp_path)
+    forward = TargetForward(folder, TargetConfig(model=str(folder), dtype="float32"), tuple(TAPS), CPU)
+    tried: list[int] = []
+
+    def run(lengths_N: np.ndarray, holds: int) -> None:
+        tried.append(int(lengths_N.sum()))
+        if tried[-1] > holds:
+            raise torch.OutOfMemoryError
+
+    forward._halving(lambda lengths_N: run(lengths_N, holds=2500))
+    assert tried[0] > 4 * 2048 and tried[-1] <= 2500 < tried[-2]
+    with pytest.raises(torch.OutOfMemoryError):
+        forward._halving(lambda lengths_N: run(lengths_N, holds=0))
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "hybrid", "gemma2", "gemma3"])
