@@ -122,13 +122,13 @@ def as_text(figures: Mapping[str, Any]) -> str:
     )
 
 
-def active_parameters(target_config: Any, layers: int) -> int:
+def active_parameters(target_config: Any, layers: int, trust_remote_code: bool = False) -> int:
     """Parameters that a token meets in the target's first `layers` layers, without embedding, of experts the active."""
     from transformers import AutoModel
 
     config = truncated_config(type(target_config)(**target_config.to_dict()), layers)
     with torch.device("meta"):
-        model = AutoModel.from_config(config)
+        model = AutoModel.from_config(config, trust_remote_code=trust_remote_code)
     embedding = model.get_input_embeddings().weight
     return sum(
         parameter.numel() // len(parameter) * config.num_experts_per_tok if ".experts." in name else parameter.numel()
@@ -188,7 +188,7 @@ def _machine_figures(
     return {
         "target": config.target.model,
         "layers": layers,
-        "active_parameters": active_parameters(target_config, layers),
+        "active_parameters": active_parameters(target_config, layers, config.target.trust_remote_code),
         "matrix_product": list(product_MKN),
         "matrix_tflops": matrix_tflops,
     }

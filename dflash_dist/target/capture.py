@@ -18,11 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from dflash_dist.config import TargetConfig
-from dflash_dist.target.load import load_taps
+from dflash_dist.errors import UserError
+from dflash_dist.target.load import check_longest, load_taps
 from dflash_dist.target.packed import (
     NotPackableError,
     Pack,
+    checking_windows,
     fla_missing,
+    has_own_mixers,
     running,
     to_device,
     tune_delta_rule,
@@ -33,9 +36,9 @@ from dflash_dist.target.packing import RowGroup, one_row, row_groups
 from dflash_dist.wire import WireFormat
 
 Layout = Literal["packed", "rows"]
-TRIAL_LENGTHS = np.array([70, 33, 70, 129])
-"""Of the documents on which a forward is tried: with parts of chunks of the delta rule, and as rows one and two of a
-length, which torch.compile tells apart."""
+TRIAL_LENGTHS = np.array([70, 33, 66, 129])
+"""Of the documents on which a forward is tried: with parts of chunks of the delta rule; as rows one and, padded, two of
+a length, which torch.compile tells apart."""
 WARM_UP_LENGTHS = 32 * TRIAL_LENGTHS + 1
 """Of the documents on which kernels are tuned and compiled on a GPU. fla's and the compiler's kernels keep the variant
 that was fastest on the first batch they met: on a small one, all are alike, and chance decides."""
@@ -71,7 +74,8 @@ class TargetForward:
         hidden_size = self._model.config.get_text_config().hidden_size
         self.dtype: torch.dtype = next(self._model.parameters()).dtype
         self.wire = WireFormat(wire, len(layer_ids) + last_state, hidden_size, self.dtype)
-        self._hybrid = "linear_attention" in (getattr(self._model.config, "layer_types", None) or [])
+        linear = "linear_attention" in (getattr(self._model.config, "layer_types", None) or [])
+        self._hybrid = linear and has_own_mixers(self._model)
         use_own_mixers(self._model)
         if self._hybrid and device.type == "cuda":
             self._halving(lambda lengths_N: tune_delta_rule(self._model, lengths_N, device))
@@ -82,14 +86,23 @@ class TargetForward:
         if device.type == "cuda" and settings.compile:
             self.compile_layers()
 
-    def compile_layers(self, backend: str = "inductor") -> None:
-        """Has each kind of layer run as one compiled graph. Compiles now; another mix of lengths does not again."""
+    def compile_layers(self, backend: str | Callable[..., Any] = "inductor") -> None:
+        """Has each kind of layer run as one compiled graph. Compiles now; another mix of lengths does not again.
+
+        UserError where compiled layers give other states.
+        """
+        tokens_T = self._random_tokens(TRIAL_LENGTHS)
+        expected_TSH = self._trial(tokens_T, TRIAL_LENGTHS, self.layout)
         for layer in self._layers:
             layer.forward = torch.compile(layer.forward, dynamic=True, backend=backend)
         if self._device.type == "cuda":
             self._halving(lambda lengths_N: self._trial(self._random_tokens(lengths_N), lengths_N, self.layout))
-        else:
-            self._trial(self._random_tokens(TRIAL_LENGTHS), TRIAL_LENGTHS, self.layout)
+        difference = _difference(self._trial(tokens_T, TRIAL_LENGTHS, self.layout), expected_TSH)
+        if not difference <= self._tolerance:
+            raise UserError(
+                f"the compiled layers of the target give states {difference:.1e} away from those of the same layers "
+                "as they are; set target.compile=false"
+            )
 
     @property
     def features(self) -> int:
@@ -103,6 +116,7 @@ class TargetForward:
         Where `wire` is full, W = F and tap k takes columns k*H to (k+1)*H. `tokens_T`: int64 ids on the host. A
         document's states do not depend on its neighbours in the pack.
         """
+        check_longest(self._model.config, int(lengths_N.max()))
         self._capture(tokens_T, lengths_N, out_TW, self.wire, self.layout)
 
     def _capture(
@@ -145,14 +159,26 @@ class TargetForward:
         implementation = self._model.config._attn_implementation
         tokens_T = self._random_tokens(TRIAL_LENGTHS)
         expected_TSH = self._trial(tokens_T, TRIAL_LENGTHS, "rows")
+        self._check_padding(tokens_T, expected_TSH)
         try:
             use_own_attention(self._model)
-            self._check(tokens_T, expected_TSH)
+            with checking_windows(self._model):
+                self._check(tokens_T, expected_TSH)
         except Exception as error:  # an architecture not seen yet may fail in any way
             self._model.config._attn_implementation = implementation
             if self.layout == "packed":
                 name = "" if isinstance(error, NotPackableError) else f"{type(error).__name__}: "
                 self.layout, self.not_packed_because = "rows", name + " ".join(str(error).split())[:300]
+
+    def _check_padding(self, tokens_T: Tensor, states_TSH: Tensor) -> None:
+        """UserError where a document's states depend on the padding behind it."""
+        documents = zip(tokens_T.split(TRIAL_LENGTHS.tolist()), TRIAL_LENGTHS, strict=True)
+        alone_TSH = torch.cat([self._trial(part, np.array([length]), "rows") for part, length in documents])
+        if not (difference := _difference(states_TSH, alone_TSH)) <= self._tolerance:
+            raise UserError(
+                f"the states of a {type(self._model).__name__} are {difference:.1e} away where a document is padded: "
+                "it is not causal, and not supported"
+            )
 
     def _packing_is_slow(self) -> str:
         """Why packed documents would not be run by fused kernels, or an empty text."""
@@ -191,7 +217,7 @@ class TargetForward:
 
     def _halving(self, run: Callable[[np.ndarray], object]) -> None:
         """Runs it on the warm-up's documents, or on shorter ones where memory does not hold those."""
-        lengths_N = WARM_UP_LENGTHS
+        lengths_N = np.minimum(WARM_UP_LENGTHS, self._model.config.get_text_config().max_position_embeddings)
         while True:
             try:
                 run(lengths_N)

@@ -66,6 +66,7 @@ def _supported_config(folder: Path | str, trust_remote_code: bool) -> Any:
     """
     config = full_config(folder, trust_remote_code)
     text = config.get_text_config()
+    check_causal(text, folder)
     layered = {
         "num_kv_shared_layers": "layers that share keys and values",
         "hidden_size_per_layer_input": "embeddings for each layer",
@@ -77,6 +78,32 @@ def _supported_config(folder: Path | str, trust_remote_code: bool) -> Any:
                 "supported; take a target without them"
             )
     return config
+
+
+def check_causal(config: Any, folder: Path | str) -> None:
+    """UserError where the language model's config says that a token sees later ones."""
+    if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
+        raise UserError(
+            f"target {folder} is a {config.model_type} with use_bidirectional_attention: it is no decoder that a "
+            "drafter could be made for"
+        )
+
+
+def check_longest(config: Any, longest: int) -> None:
+    """UserError where a document of `longest` tokens would change the states of shorter ones beside it.
+
+    RoPE of some types takes its frequencies from the longest sequence of a forward. `config`: of the language model.
+    """
+    parameters = getattr(config, "rope_parameters", None) or {}
+    kinds = [kind for kind in parameters.values() if isinstance(kind, dict)] or [parameters]  # by type of layer, or one
+    for kind in kinds:
+        name = kind.get("rope_type") or "default"
+        limit = kind.get("original_max_position_embeddings") or config.max_position_embeddings
+        if (name == "longrope" or "dynamic" in name) and longest > limit:
+            raise UserError(
+                f"a document has {longest} tokens, but with the target's RoPE of type {name} those past {limit} change "
+                f"the states of the documents beside them; set data.max_length={limit}"
+            )
 
 
 def load_tokenizer(folder: Path | str, trust_remote_code: bool = False) -> Any:

@@ -19,6 +19,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,8 @@ DELTA_RULE, CONVOLUTION = "torch_chunk_gated_delta_rule", "causal_conv1d_fn"
 """Names by which the modelling code of Qwen3-Next and Qwen3.5 calls its mixers."""
 GATED_NORM = "RMSNormGated"
 """End of the name of its class of the norm behind the delta rule."""
+OWN_MIXERS = {"modeling_qwen3_next", "modeling_qwen3_5", "modeling_qwen3_5_moe"}
+"""Modelling code whose mixers compute what those of this module do; others use the same names for other things."""
 LAYER_TYPES = {"full_attention", "sliding_attention", "linear_attention"}
 _HARMLESS = {"position_ids", "seq_idx", "use_cache", "cache_position", "output_attentions", "output_router_logits"}
 """Arguments of an attention function that change nothing in a causal forward without a cache."""
@@ -110,19 +113,57 @@ def use_own_attention(decoder: Any) -> None:
     if unknown := sorted(types - LAYER_TYPES):
         raise NotPackableError(f"it has layers of type {', '.join(unknown)}")
     if "linear_attention" in types and not has_own_mixers(decoder):
-        raise NotPackableError("its linear attention calls functions of other names than those known here")
+        raise NotPackableError("its linear attention is of another kind than those known here")
     AttentionInterface.register(ATTENTION, _attention)
     decoder.config._attn_implementation = ATTENTION
 
 
+@contextlib.contextmanager
+def checking_windows(decoder: Any) -> Iterator[None]:
+    """NotPackableError if a forward within it does not give each sliding layer its window.
+
+    Some architectures apply it by their mask alone, and own attention gets none.
+    """
+    from transformers import AttentionInterface
+
+    config = decoder.config
+    window, types = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    if types is None:
+        types = ["sliding_attention"] * config.num_hidden_layers if getattr(config, "use_sliding_window", True) else []
+    seen: dict[int, int | None] = {}
+
+    def recording(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        seen[getattr(module, "layer_idx", -1)] = kwargs.get("sliding_window")
+        return _attention(module, *args, **kwargs)
+
+    AttentionInterface.register(ATTENTION, recording)
+    try:
+        yield
+    finally:
+        AttentionInterface.register(ATTENTION, _attention)
+    sliding = [layer for layer, kind in enumerate(types) if kind == "sliding_attention" and window]
+    if without := [layer for layer in sliding if seen.get(layer) != window]:
+        raise NotPackableError(f"it applies its window of {window} tokens by a mask alone, as in layer {without[0]}")
+
+
 def has_own_mixers(decoder: Any) -> bool:
-    """Whether the decoder's modelling code calls its delta rule and convolution by the names known here."""
-    module = _modelling(decoder)
-    return all(hasattr(module, name) for name in (DELTA_RULE, CONVOLUTION))
+    """Whether the decoder's linear attention is of a kind that this module computes."""
+    return is_own(_modelling(decoder))
+
+
+def is_own(modelling: ModuleType) -> bool:
+    """`has_own_mixers`, of a decoder of this modelling code."""
+    names = all(hasattr(modelling, name) for name in (DELTA_RULE, CONVOLUTION))
+    return names and modelling.__name__.rpartition(".")[2] in OWN_MIXERS
 
 
 def use_own_mixers(decoder: Any) -> None:
-    """Has the modelling code's delta rule, convolution and gated norm be the ops of this module inside `running`."""
+    """Has the modelling code's delta rule, convolution and gated norm be the ops of this module inside `running`.
+
+    Nothing to do where they are of another kind.
+    """
+    if not has_own_mixers(decoder):
+        return
     module = _modelling(decoder)
     _running.fla = torch.cuda.is_available() and fla_missing() is None
     norms = [value for name, value in vars(module).items() if name.endswith(GATED_NORM)]
@@ -132,8 +173,8 @@ def use_own_mixers(decoder: Any) -> None:
         *((norm, "forward", _gated_norm) for norm in norms),
     ]
     for place, name, ours in switches:
-        theirs = getattr(place, name, None)
-        if theirs is not None and not hasattr(theirs, "is_switched"):
+        theirs = getattr(place, name)
+        if not hasattr(theirs, "is_switched"):
             _theirs.setdefault(name, theirs)  # Qwen3-Next's and Qwen3.5's are alike
             setattr(place, name, _switched(ours, theirs))
 

@@ -29,8 +29,8 @@ def convolution(hidden_BTX: Tensor, weight_XW: Tensor, positions_1T: Tensor | No
     hidden_BTX, weight_XW = hidden_BTX.contiguous(), weight_XW.contiguous()
     rows, length, channels = hidden_BTX.shape
     out_BTX = torch.empty_like(hidden_BTX)
-    grid = triton.cdiv(channels, CHANNELS), triton.cdiv(rows * length, TOKENS)
-    _convolution_kernel[grid](
+    programs = triton.cdiv(channels, CHANNELS) * triton.cdiv(rows * length, TOKENS)
+    _convolution_kernel[(programs,)](
         hidden_BTX,
         out_BTX,
         weight_XW,
@@ -54,7 +54,7 @@ def heads_apart(values_BTHD: Tensor, normalise: bool) -> Tensor:
         values_BTHD = values_BTHD.contiguous()
     out_BTHD = torch.empty(values_BTHD.shape, dtype=values_BTHD.dtype, device=values_BTHD.device)
     count = rows * length * heads
-    _heads_kernel[triton.cdiv(count, HEADS),](
+    _heads_kernel[(triton.cdiv(count, HEADS),)](
         values_BTHD,
         out_BTHD,
         values_BTHD.stride(1),
@@ -74,7 +74,7 @@ def gated_norm(values_ND: Tensor, gate_ND: Tensor, weight_D: Tensor, epsilon: fl
     values_ND, gate_ND = values_ND.contiguous(), gate_ND.contiguous()
     count, size = values_ND.shape
     out_ND = torch.empty_like(values_ND)
-    _gated_norm_kernel[triton.cdiv(count, HEADS),](
+    _gated_norm_kernel[(triton.cdiv(count, HEADS),)](
         values_ND,
         gate_ND,
         out_ND,
@@ -103,8 +103,9 @@ def _convolution_kernel(
     CHANNELS: tl.constexpr,
 ):
     """One program for each block of tokens and channels. `length`: of a row, where documents are not packed."""
-    channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
-    token = tl.program_id(1).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    beside: tl.constexpr = (X + CHANNELS - 1) // CHANNELS
+    channel = tl.program_id(0) % beside * CHANNELS + tl.arange(0, CHANNELS)
+    token = (tl.program_id(0) // beside).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     inside = (token < tokens)[:, None] & (channel < X)[None, :]
     position = tl.load(positions + token, mask=token < tokens, other=0) if PACKED else token % length
     total = tl.zeros((TOKENS, CHANNELS), tl.float32)

@@ -24,7 +24,7 @@ from dflash_dist.drafter.config import DrafterConfig, resolve
 from dflash_dist.drafter.loss import Objective
 from dflash_dist.errors import UserError
 from dflash_dist.export.plain import read_config
-from dflash_dist.target.load import load_tokenizer, text_config
+from dflash_dist.target.load import check_longest, load_tokenizer, text_config
 from dflash_dist.target.package import target_folder
 from dflash_dist.topology import Topology, check_batches_per_step
 from dflash_dist.typed import convert
@@ -54,6 +54,7 @@ def resolve_inputs(config: Config, topology: Topology) -> Inputs:
     store_folder, report = prepare_with_report(config, Path(folder))
     store = TokenStore.open(store_folder)
     check_vocabulary(store.largest_token(), target_config.vocab_size, folder)
+    check_longest(target_config, int(store.lengths.max(initial=0)))
     schedule = Schedule(store, with_probed_costs(config, folder, drafter), topology)
     if schedule.total_steps == 0:
         raise UserError(

@@ -40,7 +40,7 @@ def rank_memory(config: Config, topology: Topology, target_config: Any, drafter:
     features = config.schedule.token_budget * wire.features * dtype.itemsize
     ring = config.schedule.ring_slots * config.schedule.token_budget * wire.bytes_per_token
     run_layers = drafter.num_target_layers if objective.needs_last_state else drafter.target_layer_ids[-1] + 1
-    layers = _decoder_parameters(target_config, run_layers) * dtype.itemsize
+    layers = _decoder_parameters(target_config, run_layers, config.target.trust_remote_code) * dtype.itemsize
     target = {"target layers": layers}
     train = {
         **_drafter_memory(drafter, topology.num_drafters if config.train.shard == "fsdp" else 1),
@@ -96,11 +96,11 @@ def _drafter_memory(drafter: DrafterConfig, shards: int) -> dict[str, float]:
     return memory
 
 
-def _decoder_parameters(target_config: Any, layers: int) -> int:
+def _decoder_parameters(target_config: Any, layers: int, trust_remote_code: bool) -> int:
     """Parameters of the target's embedding and first layers, counted on the meta device."""
     from transformers import AutoModel
 
     config = truncated_config(type(target_config)(**target_config.to_dict()), layers)
     with torch.device("meta"):
-        model = AutoModel.from_config(config)
+        model = AutoModel.from_config(config, trust_remote_code=trust_remote_code)
     return sum(math.prod(p.shape) for p in model.parameters())

@@ -88,6 +88,95 @@ def test_packed_is_the_layout_where_kernels_keep_documents_apart(tmp_path: Path)
         assert forward._model.config._attn_implementation == (attention if kind == "gemma2" else packed.ATTENTION)
 
 
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 1024, "initializer_range": 0.2,
+}  # fmt: skip
+OTHERS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "window": ("Mistral", {"sliding_window": 200}, ""),
+    "windows": ("Qwen2", {"use_sliding_window": True, "sliding_window": 200, "max_window_layers": 2}, ""),
+    "window by mask": (
+        "Qwen2Moe",
+        {"use_sliding_window": True, "sliding_window": 200, "layer_types": ["sliding_attention"] * 4,
+         "num_experts": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
+        "its window of 200 tokens by a mask alone, as in layer 0",
+    ),
+    "window of all by mask": ("Phimoe", {"sliding_window": 200, "num_local_experts": 4}, "by a mask alone"),
+    "convolutions": ("Lfm2", {"layer_types": ["conv", "full_attention"] * 2}, "layers of type conv"),
+    "mamba": ("Jamba", {"num_experts": 2, "use_mamba_kernels": False, "attn_layer_period": 2, "attn_layer_offset": 1},
+              "linear attention is of another kind"),
+    "mamba 2": ("Bamba", {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16, "attn_layer_indices": [1, 3]},
+                "linear attention is of another kind"),
+    "lightning": ("MiniMax", {"num_local_experts": 2, "head_dim": 8, "block_size": 16}, "is of another kind"),
+    "sinks": ("GptOss", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}, "its attention takes s_aux"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_architectures_give_right_states_in_some_layout(name: str, tmp_path: Path) -> None:
+    """A document past the window shows one that is not kept, which the trial's short documents do not."""
+    kind, changes, reason = OTHERS[name]
+    torch.manual_seed(0)
+    whole = AutoModelForCausalLM.from_config(
+        getattr(transformers, f"{kind}Config")(**(COMMON | changes)), dtype=torch.float32
+    ).eval()
+    whole.save_pretrained(tmp_path)
+    attention = "eager" if name == "sinks" else "sdpa"
+    settings = TargetConfig(model=str(tmp_path), dtype="float32", attention=attention)
+    forward = TargetForward(tmp_path, settings, (0, 1, 2), CPU)
+    assert forward.layout == ("rows" if reason else "packed") and reason in forward.not_packed_because
+    lengths_N = np.array([40, 600, 3])
+    tokens_T = torch.randint(0, VOCAB, (int(lengths_N.sum()),), generator=torch.Generator().manual_seed(0))
+    out_TF = torch.empty(len(tokens_T), forward.features)
+    forward.capture(tokens_T, lengths_N, out_TF)
+    for part, ids in zip(out_TF.split(lengths_N.tolist()), tokens_T.split(lengths_N.tolist()), strict=True):
+        with torch.no_grad():
+            states = whole(input_ids=ids[None], output_hidden_states=True).hidden_states
+        for tap, state in enumerate(part.split(32, dim=1)):
+            assert (state - states[tap + 1][0]).norm() <= 1e-4 * states[tap + 1][0].norm(), tap
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("Llama", {"max_position_embeddings": 256, "rope_parameters": {"rope_type": "dynamic", "factor": 2.0,
+                                                                      "rope_theta": 1e4}}),
+        ("Phi3", {"original_max_position_embeddings": 256, "pad_token_id": 0,
+                  "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}}),
+    ],
+)  # fmt: skip
+def test_documents_that_would_change_the_positions_of_others_are_refused(
+    kind: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    config = getattr(transformers, f"{kind}Config")(**(COMMON | changes))
+    config.save_pretrained(tmp_path)
+    settings = TargetConfig(model=str(tmp_path), dtype="float32")
+    forward = TargetForward(tmp_path, settings, (0, 1), CPU, random_weights=True)
+
+    def states(*lengths: int) -> torch.Tensor:
+        tokens_T = torch.arange(sum(lengths)) % 100
+        out_TF = torch.empty(len(tokens_T), forward.features)
+        forward.capture(tokens_T, np.array(lengths), out_TF)
+        return out_TF
+
+    torch.testing.assert_close(states(40, 256)[:40], states(40))
+    with pytest.raises(UserError, match=r"a document has 257 tokens, .* those past 256 change .*data.max_length=256"):
+        states(40, 257)
+
+
+def test_attention_that_looks_ahead_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its config, and where that does not say so by the trial."""
+    settings = TargetConfig(model=str(tmp_path), dtype="float32")
+    config = target_config("gemma3")
+    config.use_bidirectional_attention = True
+    config.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="with use_bidirectional_attention: it is no decoder"):
+        TargetForward(tmp_path, settings, (0, 1), CPU, random_weights=True)
+    monkeypatch.setattr("dflash_dist.target.load.check_causal", lambda *_: None)
+    with pytest.raises(UserError, match=r"states of a Gemma3TextModel are .* away where a document is padded"):
+        TargetForward(tmp_path, settings, (0, 1), CPU, random_weights=True)
+
+
 @pytest.mark.parametrize(
     ("defect", "reason"),
     [
@@ -128,6 +217,18 @@ def test_another_mix_of_lengths_compiles_nothing(kind: str, tmp_path: Path) -> N
         lengths_N = np.array(lengths)
         forward.capture(torch.arange(lengths_N.sum()), lengths_N, torch.empty(int(lengths_N.sum()), forward.features))
     assert counters["stats"]["unique_graphs"] == (2 if kind == "hybrid" else 1)
+
+
+def test_compiled_layers_that_do_otherwise_are_refused(tmp_path: Path) -> None:
+    folder = make_target("qwen3", tmp_path)
+    forward = TargetForward(folder, TargetConfig(model=str(folder), dtype="float32"), tuple(TAPS), CPU)
+
+    def wrong(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        return lambda *args: [out * 1.1 for out in graph.forward(*args)]
+
+    torch._dynamo.reset()
+    with pytest.raises(UserError, match=r"compiled layers .* set target.compile=false"):
+        forward.compile_layers(backend=wrong)
 
 
 def test_the_ops_tell_the_compiler_the_truth(tmp_path: Path) -> None:
@@ -180,7 +281,7 @@ def test_a_warm_up_that_memory_does_not_hold_is_shortened(tmp_path: Path) -> Non
             raise torch.OutOfMemoryError
 
     forward._halving(lambda lengths_N: run(lengths_N, holds=2500))
-    assert tried[0] > 4 * 2048 and tried[-1] <= 2500 < tried[-2]
+    assert tried[0] == 4 * 1024 and tried[-1] <= 2500 < tried[-2]  # the target's positions end at 1,024
     with pytest.raises(torch.OutOfMemoryError):
         forward._halving(lambda lengths_N: run(lengths_N, holds=0))
 
