@@ -185,6 +185,7 @@ class Bench:
 
     def plain(self, rows: int, length: int) -> Callable[[], None]:
         """Rows without padding by transformers alone, with what it finds installed."""
+        self.model.config._attn_implementation = "sdpa"
         ids_RL = torch.randint(0, self.vocabulary, (rows, length), device="cuda")
         for layer in self.model.layers:
             vars(layer).pop("forward", None)  # the compiled one

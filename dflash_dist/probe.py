@@ -78,6 +78,7 @@ def probe(config: Config, budgets: Sequence[int], device: str, random_weights: b
         "gpu": loaded.gpu,
         "dtype": loaded.dtype,
         "layout": loaded.layout,
+        "not_packed_because": loaded.not_packed_because,
         "shapes": [_row(shape, answers[shape], figures) for shape in shapes],
         "largest_budget": budget,
         "largest_budget_note": why if budget is None else why + _beside(config, loaded, budget, target_config, drafter),
@@ -92,7 +93,9 @@ def probe(config: Config, budgets: Sequence[int], device: str, random_weights: b
 
 def as_text(figures: Mapping[str, Any]) -> str:
     """The figures for people: the table of shapes, and what follows from it."""
-    layout = "packed" if figures["layout"] == "packed" else "as right-padded rows of like length"
+    layout = "packed"
+    if figures["layout"] == "rows":
+        layout = f"as right-padded rows of like length, because {figures['not_packed_because']}"
     product = " x ".join(map(str, figures["matrix_product"]))
     lines = [
         f"{figures['target']} on {figures['gpu']} in {figures['dtype']}, documents {layout}: "

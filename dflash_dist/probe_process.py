@@ -85,6 +85,7 @@ class Loaded:
     dtype: str
     layout: str
     """How documents are kept apart: `packed` or `rows`."""
+    not_packed_because: str
     weights_bytes: int
     bytes_per_token: int
     """Of a message."""
@@ -306,15 +307,16 @@ class _Runner:
         )
         self._clear()
         dtype = str(forward.dtype).removeprefix("torch.")
+        layout = forward.layout, forward.not_packed_because
         if not self._cuda:
             weights_bytes = int(used_memory_gib(self._device) * GIB)
-            return Loaded("cpu", dtype, forward.layout, weights_bytes, forward.wire.bytes_per_token)
+            return Loaded("cpu", dtype, *layout, weights_bytes, forward.wire.bytes_per_token)
         self._weights_bytes = torch.cuda.memory_allocated()
         free_bytes, memory_bytes = torch.cuda.mem_get_info()
         return Loaded(
             torch.cuda.get_device_name(),
             dtype,
-            forward.layout,
+            *layout,
             self._weights_bytes,
             forward.wire.bytes_per_token,
             memory_bytes,

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from dflash_dist.check.versions import version_of
 from dflash_dist.config import Config
 from dflash_dist.data.chat import check_vocabulary
 from dflash_dist.data.prepare import PrepareReport, prepare_with_report
@@ -97,10 +98,12 @@ def with_probed_costs(config: Config, folder: Path | str, drafter: DrafterConfig
 def probe_file(config: Config, folder: Path | str, drafter: DrafterConfig, gpu: str) -> Path:
     """Where `dflash-dist probe` keeps what it measured of the config's target on such a GPU; `cpu` where there is none.
 
-    Another file for every architecture, set of taps and way to run it, whatever the weights.
+    Another file for every architecture, set of taps and way to run it, whatever the weights; and for every version of
+    the packages whose kernels run it.
     """
     settings = dataclasses.asdict(config.target) | {"model": None}
-    runs = [settings, drafter.target_layer_ids, Objective.of(config.objective).needs_last_state]
+    packages = [version_of(name) for name in ("torch", "transformers", "flash-linear-attention")]
+    runs = [settings, drafter.target_layer_ids, Objective.of(config.objective).needs_last_state, packages]
     digest = hashlib.sha256((Path(folder) / "config.json").read_bytes() + json.dumps(runs, sort_keys=True).encode())
     name = f"{digest.hexdigest()[:16]}_{re.sub('[^A-Za-z0-9]+', '-', gpu)}.json"
     return Path(config.cache_dir) / "probes" / name

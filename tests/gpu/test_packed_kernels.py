@@ -75,6 +75,17 @@ def test_the_gated_norm_is_the_models_own(size: int) -> None:
         torch.testing.assert_close(out, expected, rtol=1e-2, atol=1e-6)
 
 
+def test_the_ops_tell_the_compiler_the_truth() -> None:
+    tests = ("test_schema", "test_faketensor")
+    decoder = type("Decoder", (), {"config": None})
+    with packed.running(decoder, packed.Pack.of(np.array([5, 70]), CUDA)):
+        torch.library.opcheck(packed.packed_convolution, (random(1, 75, 256), random(256, 4)), test_utils=tests)
+    for normalise in (False, True):
+        torch.library.opcheck(packed.heads_apart, (random(1, 75, 6, 64)[:, :, ::2], normalise), test_utils=tests)
+    heads_MD = random(75, 64)
+    torch.library.opcheck(packed.gated_norm, (heads_MD, heads_MD, random(64), 1e-6), test_utils=tests)
+
+
 def test_no_number_of_tokens_compiles() -> None:
     from dflash_dist.target import packed_kernels
 

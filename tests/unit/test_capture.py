@@ -245,6 +245,8 @@ def test_the_ops_tell_the_compiler_the_truth(tmp_path: Path) -> None:
         query, key, value = (torch.randn(1, tokens, heads, 16) for heads in (2, 2, 4))
         gates = -torch.rand(1, tokens, 4), torch.rand(1, tokens, 4)
         torch.library.opcheck(packed.packed_delta_rule, (query, key, value, *gates), test_utils=tests)
+        for normalise in (False, True):
+            torch.library.opcheck(packed.heads_apart, (value[:, :, ::2], normalise), test_utils=tests)
 
 
 @pytest.mark.parametrize("kind", HYBRIDS)

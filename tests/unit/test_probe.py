@@ -91,7 +91,7 @@ class SimulatedGpu:
     squared_bytes: float = 0.0
     crashes_above: int = 1 << 62
     loaded: Loaded = dataclasses.field(
-        default_factory=lambda: Loaded("a GPU", "bfloat16", "packed", 50 * GIB, 51_200, 140 * GIB, GIB)
+        default_factory=lambda: Loaded("a GPU", "bfloat16", "packed", "", 50 * GIB, 51_200, 140 * GIB, GIB)
     )
     ran: list[int] = dataclasses.field(default_factory=list)
 
