@@ -10,6 +10,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from dflash_dist.check.compiler import compiler_findings
+from dflash_dist.check.config import run_disk_finding
 from dflash_dist.check.findings import Finding, as_json, as_text, has_errors, refusal
 from dflash_dist.check.gpus import driver_version, gpu_findings, nccl_version, visible_gpus
 from dflash_dist.check.host import (
@@ -18,7 +20,6 @@ from dflash_dist.check.host import (
     cores_finding,
     disk_finding,
     limit_findings,
-    run_disk_finding,
     usable_cores,
 )
 from dflash_dist.check.installs import half_installed_fla
@@ -40,7 +41,7 @@ def check(config: Config | None) -> list[Finding]:
     findings = [*version_findings(), *gpu_findings()]
     if config is not None:
         target, facts = look_at_target(config)
-        findings += [target, *kernel_findings(config, facts, caches), *_embedded(config)]
+        findings += [target, *kernel_findings(config, facts, caches), *compiler_findings(config), *_embedded(config)]
         findings += [disk_finding("cache_dir", config.cache_dir), run_disk_finding(config)]
     elif half := half_installed_fla(None):
         findings.append(half)

@@ -9,6 +9,7 @@ import psutil
 import torch
 
 from dflash_dist.check.findings import Finding, refusal
+from dflash_dist.check.host import disk_finding
 from dflash_dist.check.target import target_config_path
 from dflash_dist.config import Config
 from dflash_dist.data.sources import checked_file, is_local
@@ -18,6 +19,9 @@ from dflash_dist.target.package import local_folder
 from dflash_dist.topology import parse_topology
 from dflash_dist.train.inputs import resolve_drafter
 from dflash_dist.train.memory import GIB, check_memory, drafter_parameters, rank_memory
+
+CHECKPOINT_BYTES = 12
+"""fp32 weight and two moments of each parameter."""
 
 
 def check_config(config: Config) -> list[Finding]:
@@ -37,6 +41,16 @@ def drafter_here(config: Config) -> tuple[Any, DrafterConfig] | None:
         return None if folder is None else resolve_drafter(config, folder)
     except UserError:  # `check_config` tells what is wrong
         return None
+
+
+def run_disk_finding(config: Config) -> Finding:
+    """Free space for the run, against its checkpoints where the drafter is known."""
+    found = drafter_here(config)
+    if found is None:
+        return disk_finding("runs_dir", config.runs_dir)
+    # Beside those that are kept: the one in writing, and that of least val_loss where there is one.
+    count = config.train.keep_checkpoints + 1 + (config.train.validate_every > 0)
+    return disk_finding("runs_dir", config.runs_dir, CHECKPOINT_BYTES * drafter_parameters(found[1]), count)
 
 
 def _data_file(source: str) -> Finding:

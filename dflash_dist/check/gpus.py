@@ -25,13 +25,18 @@ DRIVER_MINIMUM = {"11": "450.80.02", "12": "525.60.13", "13": "580.65.06"}
 SHM_LEAST_GIB = 1.0
 """Containers have 64 MiB by default, in which NCCL does not start."""
 THROTTLES = {
-    0x2: "clocks set by hand",
+    0x2: "application clocks set by hand",
     0x8: "hardware slowdown",
     0x20: "thermal slowdown by software",
     0x40: "thermal slowdown by hardware",
     0x80: "power brake",
 }
 """Bits of NVML's reasons for lower clocks, but for idleness and the power cap, which every GPU knows."""
+
+PATHS = ("LOC", "NVL", "NVB", "C2C", "PIX", "PXB", "P2C", "PXN", "PHB", "SYS")
+"""NCCL's names of the ways between two GPUs, nearest first; NCCL_P2P_LEVEL names the farthest for P2P."""
+PATHS_BY_NUMBER = ("LOC", "PIX", "PXB", "PHB", "SYS")
+"""Those that NCCL_P2P_LEVEL could name when it was a number; a greater number is the last."""
 
 Reach = Literal["NVLink", "PCIe", "PCIe across CPUs", "unknown"]
 
@@ -44,6 +49,8 @@ class Pair:
     second: int
     peer_access: bool
     link: Reach
+    path: str = ""
+    """One of `PATHS`; empty where that is not known."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +149,8 @@ def power_finding(index: int, power: Power) -> Finding:
     watts = f"{power.limit_w:.0f} W of {power.default_w:.0f} W by default"
     if reasons:
         by_hand = power.reasons & 0x2 and len(reasons) == 1
-        mend = f"sudo nvidia-smi -i {index} -rgc" if by_hand else f"nvidia-smi -i {index} -q -d PERFORMANCE,TEMPERATURE"
+        reset = f"sudo nvidia-smi -i {index} -rac; sudo nvidia-smi -i {index} -rgc"  # and clocks that were locked
+        mend = reset if by_hand else f"nvidia-smi -i {index} -q -d PERFORMANCE,TEMPERATURE"
         return Finding(name, "warning", f"slowed down now: {', '.join(reasons)}; {watts}", mend, "lower clocks")
     if power.limit_w < power.default_w:
         mend = f"sudo nvidia-smi -i {index} -pl {power.default_w:.0f}"
@@ -169,7 +177,9 @@ def link_finding(pairs: list[Pair]) -> Finding:
 
 def transport(pair: Pair, shm_free_bytes: int, environment: Mapping[str, str]) -> str:
     """What NCCL is expected to take between two GPUs: its first transport that can work."""
-    near = pair.link != "PCIe across CPUs" or environment.get("NCCL_P2P_LEVEL") in ("SYS", "5")
+    # Of PCIe whose path is not known the farthest is taken; of an unknown link, that it is not what is ruled out.
+    path = pair.path or {"PCIe": "PHB", "PCIe across CPUs": "SYS"}.get(pair.link, "NVL")
+    near = PATHS.index(path) <= PATHS.index(_farthest_p2p(environment))
     if pair.peer_access and near and environment.get("NCCL_P2P_DISABLE") != "1":
         return f"P2P over {pair.link}" if pair.link != "unknown" else "P2P"
     if shm_free_bytes >= SHM_LEAST_GIB * 2**30 and environment.get("NCCL_SHM_DISABLE") != "1":
@@ -179,11 +189,16 @@ def transport(pair: Pair, shm_free_bytes: int, environment: Mapping[str, str]) -
 
 def transport_finding(pairs: list[Pair], shm_free_bytes: int, environment: Mapping[str, str]) -> Finding:
     """The transports that NCCL is expected to take; what it took, it says itself."""
-    chosen = sorted({transport(pair, shm_free_bytes, environment) for pair in pairs})
-    detail = f"expected: {', '.join(chosen)}; NCCL_DEBUG=INFO shows what is taken"
-    if all(name.startswith("P2P") for name in chosen):
+    taken = [transport(pair, shm_free_bytes, environment) for pair in pairs]
+    chosen = sorted(set(taken))
+    detail = f"expected transport: {', '.join(chosen)} (by links and environment, not observed"
+    detail += "; NCCL_DEBUG=INFO shows what is taken)"
+    if all(map(_is_p2p, chosen)):
         return Finding("nccl transport", "ok", detail)
     off = [n for n in ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE") if environment.get(n) == "1"]
+    by_default = [transport(pair, shm_free_bytes, {**environment, "NCCL_P2P_LEVEL": ""}) for pair in pairs]
+    if any(_is_p2p(other) and not _is_p2p(name) for name, other in zip(taken, by_default, strict=True)):
+        off.append("NCCL_P2P_LEVEL")
     mend = (
         f"unset {' '.join(off)}" if off else "see `gpu links` and `/dev/shm`; NCCL_P2P_LEVEL=SYS allows P2P across CPUs"
     )
@@ -207,7 +222,7 @@ def read_nvml(count: int) -> tuple[dict[int, Power], list[Pair]]:
         handles = [_handle(nvml, str(torch.cuda.get_device_properties(i).uuid)) for i in range(count)]
         powers = {index: power for index, handle in enumerate(handles) if (power := _power(nvml, handle))}
         pairs = [
-            Pair(i, j, torch.cuda.can_device_access_peer(i, j), _link(nvml, handles[i], handles[j]))
+            Pair(i, j, torch.cuda.can_device_access_peer(i, j), *_link(nvml, handles[i], handles[j]))
             for i, j in itertools.combinations(range(count), 2)
         ]
     return powers, pairs
@@ -247,13 +262,30 @@ def _power(nvml: Any, handle: Any) -> Power | None:
     return None
 
 
-def _link(nvml: Any, first: Any, second: Any) -> Reach:
+def _link(nvml: Any, first: Any, second: Any) -> tuple[Reach, str]:
+    """Link and path of a pair."""
     with contextlib.suppress(Exception):  # not told by every machine
         if nvml.nvmlDeviceGetP2PStatus(first, second, nvml.NVML_P2P_CAPS_INDEX_NVLINK) == nvml.NVML_P2P_STATUS_OK:
-            return "NVLink"
-        across = nvml.nvmlDeviceGetTopologyCommonAncestor(first, second) >= nvml.NVML_TOPOLOGY_SYSTEM
-        return "PCIe across CPUs" if across else "PCIe"
-    return "unknown"
+            return "NVLink", "NVL"
+        ancestor = nvml.nvmlDeviceGetTopologyCommonAncestor(first, second)
+        if ancestor >= nvml.NVML_TOPOLOGY_SYSTEM:
+            return "PCIe across CPUs", "SYS"
+        if ancestor >= nvml.NVML_TOPOLOGY_HOSTBRIDGE:
+            return "PCIe", "PHB"
+        return "PCIe", "PXB" if ancestor >= nvml.NVML_TOPOLOGY_MULTIPLE else "PIX"
+    return "unknown", ""
+
+
+def _is_p2p(transport: str) -> bool:
+    return transport.startswith("P2P")
+
+
+def _farthest_p2p(environment: Mapping[str, str]) -> str:
+    """The one of `PATHS` up to which NCCL takes P2P; by default all but those across CPUs."""
+    level = environment.get("NCCL_P2P_LEVEL", "")
+    if level.isdecimal():
+        return PATHS_BY_NUMBER[min(int(level), len(PATHS_BY_NUMBER) - 1)]
+    return level if level in PATHS else "PHB"
 
 
 def _minimum(name: str, version: str | None, minimum: str, none: str) -> Finding:

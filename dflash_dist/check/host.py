@@ -12,11 +12,8 @@ from pathlib import Path
 import psutil
 
 from dflash_dist.check.findings import Finding, Level
-from dflash_dist.config import Config
 
 FREE_GIB_ERROR, FREE_GIB_WARNING = 1, 10
-CHECKPOINT_BYTES = 12
-"""fp32 weight and two moments of each parameter."""
 OPEN_FILES_LEAST = 1024
 CACHES = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
 """Variables that name folders of compiled kernels, and where `train` puts them below `cache_dir`/kernels."""
@@ -124,19 +121,6 @@ def disk_finding(key: str, folder: str, checkpoint_bytes: float = 0, checkpoints
     if free_gib < max(FREE_GIB_WARNING, one_gib * checkpoints):
         level = "error" if free_gib < max(FREE_GIB_ERROR, one_gib) else "warning"
     return Finding(key, level, detail, "" if level == "ok" else mend)
-
-
-def run_disk_finding(config: Config) -> Finding:
-    """Free space for the run, against its checkpoints where the drafter is known."""
-    from dflash_dist.check.config import drafter_here
-    from dflash_dist.train.memory import drafter_parameters
-
-    found = drafter_here(config)
-    if found is None:
-        return disk_finding("runs_dir", config.runs_dir)
-    # Beside those that are kept: the one in writing, and that of least val_loss where there is one.
-    count = config.train.keep_checkpoints + 1 + (config.train.validate_every > 0)
-    return disk_finding("runs_dir", config.runs_dir, CHECKPOINT_BYTES * drafter_parameters(found[1]), count)
 
 
 def _existing(folder: str) -> Path:

@@ -146,6 +146,8 @@ def _problem(package: FusedPackage, version: str | None, error: Exception) -> tu
     if isinstance(error, ModuleNotFoundError) and error.name != top:
         missing = (error.name or "").split(".")[0]
         if missing != top:
+            if missing.startswith(f"{top}_"):  # built with the package, and no distribution of its own
+                return f"its extension {missing} is missing: {text}", package.reinstall
             mend = TRITON.install if missing == "triton" else f"pip install {missing.replace('_', '-')}"
             return f"it needs {missing}, which is not installed: {text}", mend
         return f"a part of it is missing: {text}", package.reinstall

@@ -23,14 +23,14 @@ from dflash_dist.check.installs import (
     triton_without_gpu,
 )
 from dflash_dist.check.kernels import TOLERANCE, Failure, Outcome, try_kernels, verdict
+from dflash_dist.check.slowdown import MEASURED_SHARE, slowdown
 from dflash_dist.check.target import TargetFacts
 from dflash_dist.check.trials import Measured, Shapes, delta_rule_case, measure
 from dflash_dist.check.versions import is_findable, version_of
 from dflash_dist.config import Config
 
-US_FUSED, US_DELTA_RULE, US_CONVOLUTION, MEASURED_SHARE = 100, 50, 11, 48 / 64
-"""Measured on an H200 at Qwen3.6-27B's shape: microseconds a token, what torch's delta rule and torch's convolution add
-to them, and the share of linear-attention layers."""
+PACKED_CAPABILITY = (8, 0)
+"""The least for torch's attention over packed documents."""
 ROWS = "documents run as right-padded rows, which never leak"
 ROWS_COST = "up to 15 % of the tokens computed are padding"
 DECODING = "only the answers that are decoded in evaluation and by `regenerate` come slower"
@@ -69,41 +69,64 @@ def kernel_findings(config: Config, facts: TargetFacts | None, caches: Mapping[s
     if facts.is_hybrid:
         return flash + _hybrid(config, facts, half, attention, caches)
     outcomes = try_kernels(attention, Shapes.of(facts.text), None, caches)
-    packing = packing_finding(config, outcomes, ["varlen_attn"])
-    return [*([half] if half else []), *flash, *_verdicts(outcomes, config, own=False), packing]
+    rows, mend = never_packed(config, facts, None, _capability())
+    packing = packing_finding(outcomes, ["varlen_attn"], rows, mend)
+    return [*([half] if half else []), *flash, *_verdicts(outcomes, config, own=False, rows=rows), packing]
 
 
-def fallback_finding(layers: Layers, mend: str, measured_us: float | None = None) -> Finding:
-    """The finding on the linear-attention layers; `measured_us`: what the fallback adds to a token on this GPU."""
+def fallback_finding(layers: Layers, mend: str, text: Mapping[str, Any], measured_us: float | None = None) -> Finding:
+    """The finding on the linear-attention layers of a target with config `text`.
+
+    `measured_us`: what the fallback adds to a token on this GPU.
+    """
     of_them = f"{layers.linear} of {layers.total} layers" if layers.total else "all linear-attention layers"
     if not (layers.delta_rule_missing or layers.convolution_missing):
         return Finding("linear attention", "ok", f"{of_them} run the fused delta rule")
-    added_us = US_DELTA_RULE * layers.delta_rule_missing + US_CONVOLUTION * layers.convolution_missing
     share = layers.linear / layers.total if layers.total else MEASURED_SHARE
-    factor = 1 + added_us / US_FUSED * share / MEASURED_SHARE
+    factor = slowdown(text, share, layers.delta_rule_missing, layers.convolution_missing)
     parts = {"delta rule": layers.delta_rule_missing, "convolution": layers.convolution_missing}
     what = " and ".join(name for name, missing in parts.items() if missing)
     detail = f"{of_them} would run the torch fallback: about {factor:.1f} times slower ({what})"
-    cost = "estimated from an H200 at Qwen3.6-27B's shape, by the share of such layers"
+    cost = "estimated from an H200 at Qwen3.6-27B's shape, by the share of such layers and the target's sizes"
     if measured_us is not None:
         cost += f"; measured on this GPU: {measured_us:.0f} us a token more"
     return Finding("linear attention", "error", detail, mend, cost)
 
 
-def packing_finding(
-    config: Config, outcomes: Mapping[str, Outcome], needed: list[str], refusal: str = "", mend: str = ""
-) -> Finding:
+def never_packed(
+    config: Config, facts: TargetFacts, modelling: ModuleType | None, capability: tuple[int, int] | None
+) -> tuple[str, str]:
+    """Why target ranks would pack no documents whatever the kernels do, and what mends it; empty where they may.
+
+    `capability`: of the GPU. It is what `use_own_attention` and `TargetForward` refuse, as far as the config tells it.
+    """
+    from dflash_dist.target.packed import LAYER_TYPES
+
+    if (cap := facts.text.get("attn_logit_softcapping")) is not None:
+        return f"packed attention has no soft cap, and the target's has one (attn_logit_softcapping {cap})", ""
+    if unknown := sorted(set(facts.layer_types) - LAYER_TYPES):
+        return f"the target has layers of a type that cannot be packed ({', '.join(unknown)})", ""
+    if facts.is_hybrid and modelling is not None and not has_own_mixers(modelling):
+        return "the target's linear attention is of another kind than those that can be packed", ""
+    if config.target.dtype == "float32":
+        return "attention over packed documents has no fused kernel in float32", "set target.dtype=bfloat16"
+    if capability is not None and capability < PACKED_CAPABILITY:
+        least, here = (".".join(map(str, numbers)) for numbers in (PACKED_CAPABILITY, capability))
+        return f"attention over packed documents needs compute capability {least}, and this GPU has {here}", ""
+    return "", ""
+
+
+def packing_finding(outcomes: Mapping[str, Outcome], needed: list[str], refusal: str = "", mend: str = "") -> Finding:
     """Whether documents can lie beside each other; `refusal`: why they cannot, whatever the kernels do."""
     broken = [name for name in needed if verdict(name, outcomes[name]).level == "error"]
-    if not refusal and config.target.dtype == "float32":
-        refusal, mend = "attention over packed documents has no fused kernel in float32", "set target.dtype=bfloat16"
-    elif not refusal and broken:
+    if not refusal and broken:
         refusal, mend = f"{' and '.join(broken)} cannot be trusted with packed documents", "see the kernels above"
     if refusal:
         return Finding("packing", "warning", f"{refusal}: {ROWS}", mend, ROWS_COST)
     untried = [n for n in needed if isinstance(outcomes[n], Failure)]
     how = f"not tried here: {', '.join(untried)}" if untried else "tried here"
-    return Finding("packing", "ok", f"packed documents stay apart in {' and '.join(needed)} ({how})")
+    detail = f"packed documents stay apart in {' and '.join(needed)} ({how}); target ranks try the whole target first"
+    return Finding("packing", "ok", detail)
 
 
 def binding_finding(binding: Binding, in_forward: bool) -> Finding:
@@ -156,23 +179,24 @@ def _hybrid(
     cause = next((errors[name] for name in ("fla", "triton", "causal-conv1d") if name in errors), None)
     mend = cause.mend if cause else NEWER_TRANSFORMERS
     missing = layers.delta_rule_missing or layers.convolution_missing
-    refusal = leak_of_fallback(modelling) if missing else ""
+    rows, mend_of_rows = never_packed(config, facts, modelling, _capability())
+    refusal, mend_of_packing = (leak_of_fallback(modelling), mend) if missing and not rows else (rows, mend_of_rows)
     needed = ["varlen_attn", *(name for name in tried if not (own and name == "causal_conv1d_fn"))]
     return [
         *installs,
         *broken,
         *(binding_finding(binding, in_forward=not own and not _decodes(binding)) for binding in bound),
-        *_verdicts(outcomes, config, own),
-        fallback_finding(layers, mend, _added_us(layers, outcomes)),
-        packing_finding(config, outcomes, needed, refusal, mend),
+        *_verdicts(outcomes, config, own, rows),
+        fallback_finding(layers, mend, facts.text, _added_us(layers, outcomes)),
+        packing_finding(outcomes, needed, refusal, mend_of_packing),
     ]
 
 
 def has_own_mixers(modelling: ModuleType | None) -> bool:
     """Whether target ranks call this project's delta rule, which is fla's, and convolution in place of the model's."""
-    from dflash_dist.target.packed import CONVOLUTION, DELTA_RULE
+    from dflash_dist.target.packed import is_own
 
-    return modelling is not None and all(hasattr(modelling, name) for name in (DELTA_RULE, CONVOLUTION))
+    return modelling is not None and is_own(modelling)
 
 
 def leak_of_fallback(modelling: ModuleType | None) -> str:
@@ -244,12 +268,25 @@ def _added_us(layers: Layers, outcomes: Mapping[str, Outcome]) -> float | None:
     return sum((o.reference_us - o.fused_us) / o.tokens for o in timed) * layers.linear if timed else None
 
 
-def _verdicts(outcomes: Mapping[str, Outcome], config: Config, own: bool) -> list[Finding]:
-    """Of each kernel; a broken one that no target rank calls is a warning."""
+def _verdicts(outcomes: Mapping[str, Outcome], config: Config, own: bool, rows: str) -> list[Finding]:
+    """Of each kernel; a broken one that no target rank calls is a warning. `rows`: why documents are never packed."""
     unused = {"causal_conv1d_fn"} if own else set()
     if not config.target.attention.startswith("flash_attention"):
         unused.add("flash_attn_varlen_func")
-    return [verdict(name, outcome, "warning" if name in unused else "error") for name, outcome in outcomes.items()]
+    if rows:
+        unused.add("varlen_attn")
+    findings = [verdict(name, outcome, "warning" if name in unused else "error") for name, outcome in outcomes.items()]
+    # Without packed attention a run works, so there is nothing to mend.
+    cost = f"none, as documents run as rows: {rows}"
+    idle = "kernel varlen_attn" if rows else ""
+    return [replace(f, mend="", cost=cost) if f.name == idle and f.level != "ok" else f for f in findings]
+
+
+def _capability() -> tuple[int, int] | None:
+    """Compute capability of the GPU that kernels are tried on; None where torch finds none."""
+    import torch
+
+    return torch.cuda.get_device_capability(0) if torch.cuda.device_count() else None
 
 
 def _decodes(binding: Binding) -> bool:

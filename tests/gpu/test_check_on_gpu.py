@@ -163,7 +163,15 @@ def test_the_check_of_a_dense_target_tries_attention_alone(tmp_path: Path) -> No
     findings = checked(tmp_path, Qwen3Config(num_hidden_layers=8).to_dict())
     assert "linear attention" not in findings and findings["kernel varlen_attn"].level == "ok"
     assert not {"kernel chunk_gated_delta_rule", "kernel causal_conv1d_fn"} & set(findings)
-    assert findings["packing"].level == "ok"
+    assert findings["packing"].level == "ok" and findings["compiler"].level == "ok"
+
+
+def test_a_run_without_packed_attention_is_not_asked_to_mend_it(tmp_path: Path) -> None:
+    from transformers import Gemma2Config
+
+    findings = checked(tmp_path, Gemma2Config(num_hidden_layers=8).to_dict())
+    assert findings["packing"].level == "warning" and "soft cap" in findings["packing"].detail
+    assert findings["kernel varlen_attn"].level != "error"
 
 
 def test_what_is_said_of_this_machine() -> None:

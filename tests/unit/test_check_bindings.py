@@ -11,23 +11,28 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 import transformers
 
 from dflash_dist.check import layers
 from dflash_dist.check.bindings import NAMES, Binding, bindings, torch_reference
-from dflash_dist.check.kernels import Failure
+from dflash_dist.check.kernels import Failure, Outcome
 from dflash_dist.check.layers import (
     Layers,
     binding_finding,
     fallback_finding,
     has_own_mixers,
+    kernel_findings,
     leak_of_fallback,
+    never_packed,
     packing_finding,
 )
+from dflash_dist.check.slowdown import slowdown
+from dflash_dist.check.target import TargetFacts
 from dflash_dist.check.trials import Measured
 from dflash_dist.check.versions import numbers
 from dflash_dist.config import Config, load_config
-from tests.tiny import make_chats, make_config
+from tests.tiny import make_chats, make_config, target_config
 
 HYBRIDS = ["qwen3_next", "qwen3_5", "qwen3_5_moe"]
 WORKS = Measured(0.004, 0.0, 100.0, 900.0, 4096)
@@ -150,15 +155,15 @@ def test_torch_in_spite_of_a_kernel_that_can_be_imported(
     ],
 )
 def test_the_sentence_about_layers_in_torch(shape: Layers, sentence: str) -> None:
-    finding = fallback_finding(shape, "a command")
+    finding = fallback_finding(shape, "a command", {})
     assert finding.level == "error" and finding.detail.startswith(sentence) and finding.mend == "a command"
     assert "estimated" in finding.cost and "measured on this GPU" not in finding.cost
-    measured = fallback_finding(shape, "a command", measured_us=54.3)
+    measured = fallback_finding(shape, "a command", {}, measured_us=54.3)
     assert measured.cost.endswith("measured on this GPU: 54 us a token more")
 
 
 def test_the_sentence_where_nothing_is_missing() -> None:
-    finding = fallback_finding(Layers(64, 48), "")
+    finding = fallback_finding(Layers(64, 48), "", {})
     assert finding.level == "ok" and finding.detail == "48 of 64 layers run the fused delta rule"
 
 
@@ -186,17 +191,131 @@ def test_packing_where_nothing_is_known_of_the_fallback() -> None:
     assert "not known to keep" in leak_of_fallback(None)
 
 
-def test_packing_follows_the_kernels(config: Config) -> None:
+def test_packing_follows_the_kernels() -> None:
     needed = ["varlen_attn", "chunk_gated_delta_rule"]
-    config = with_dtype(config, "bfloat16")
-    well = packing_finding(config, dict.fromkeys(needed, WORKS), needed)
+    well = packing_finding(dict.fromkeys(needed, WORKS), needed)
     assert well.level == "ok" and "stay apart in varlen_attn and chunk_gated_delta_rule (tried here)" in well.detail
     for broken in (LEAKS, Failure("RuntimeError: no kernel image")):
-        finding = packing_finding(config, {"varlen_attn": WORKS, "chunk_gated_delta_rule": broken}, needed)
+        finding = packing_finding({"varlen_attn": WORKS, "chunk_gated_delta_rule": broken}, needed)
         assert finding.level == "warning" and finding.detail.startswith("chunk_gated_delta_rule cannot be trusted")
         assert "right-padded rows, which never leak" in finding.detail and "15 %" in finding.cost
-    untried = packing_finding(config, dict.fromkeys(needed, Failure("", untried=True)), needed)
+    untried = packing_finding(dict.fromkeys(needed, Failure("", untried=True)), needed)
     assert untried.level == "ok" and "not tried here" in untried.detail
-    whole = with_dtype(config, "float32")
-    finding = packing_finding(whole, dict.fromkeys(needed, WORKS), needed)
-    assert finding.level == "warning" and finding.mend == "set target.dtype=bfloat16"
+    refused = packing_finding(dict.fromkeys(needed, WORKS), needed, "it is soft-capped", "a change")
+    assert refused.level == "warning" and refused.mend == "a change"
+    assert refused.detail == "it is soft-capped: documents run as right-padded rows, which never leak"
+
+
+NOT_PACKED = [
+    ({"attn_logit_softcapping": 50.0}, None, "has no soft cap, and the target's has one (attn_logit_softcapping 50.0)"),
+    ({"layer_types": ["full_attention", "chunked_attention"]}, None, "that cannot be packed (chunked_attention)"),
+    ({"layer_types": ["linear_attention"]}, "kimi_linear", "linear attention is of another kind"),
+    ({"layer_types": ["linear_attention"]}, "olmo_hybrid", "linear attention is of another kind"),  # of the same names
+]
+PACKED = [
+    ({}, None),
+    ({"attn_logit_softcapping": None, "layer_types": ["full_attention", "sliding_attention"]}, None),
+    ({"layer_types": ["linear_attention", "full_attention"]}, "qwen3_5"),
+    ({"layer_types": ["linear_attention", "full_attention"]}, None),  # its code is not known
+]
+
+
+@pytest.mark.parametrize(("text", "architecture", "says"), NOT_PACKED)
+def test_a_target_that_cannot_be_packed(config: Config, text: dict, architecture: str | None, says: str) -> None:
+    code = modelling(architecture) if architecture else None
+    reason, mend = never_packed(with_dtype(config, "bfloat16"), TargetFacts(text), code, (9, 0))
+    assert says in reason and mend == ""
+
+
+@pytest.mark.parametrize(("text", "architecture"), PACKED)
+def test_a_target_that_can_be_packed(config: Config, text: dict, architecture: str | None) -> None:
+    code = modelling(architecture) if architecture else None
+    for dtype, capability in (("auto", (8, 0)), ("bfloat16", (9, 0)), ("float16", None)):
+        assert never_packed(with_dtype(config, dtype), TargetFacts(text), code, capability) == ("", "")
+    reason, mend = never_packed(with_dtype(config, "float32"), TargetFacts(text), code, (9, 0))
+    assert "no fused kernel in float32" in reason and mend == "set target.dtype=bfloat16"
+    reason, mend = never_packed(with_dtype(config, "auto"), TargetFacts(text), code, (7, 5))
+    assert "needs compute capability 8.0, and this GPU has 7.5" in reason and mend == ""
+
+
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], outcome: Outcome) -> None:
+    """As on a machine with a GPU, on which each trial ends like that."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+    monkeypatch.setattr(layers, "try_kernels", lambda names, *rest: dict.fromkeys(names, outcome))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "capability", "text", "level"),
+    [
+        ("bfloat16", (9, 0), {}, "error"),
+        ("float32", (9, 0), {}, "warning"),
+        ("auto", (7, 5), {}, "warning"),
+        ("auto", (9, 0), {"attn_logit_softcapping": 50.0}, "warning"),
+    ],
+)
+def test_packed_attention_that_fails_is_an_error_only_where_the_run_uses_it(
+    monkeypatch: pytest.MonkeyPatch,
+    config: Config,
+    dtype: str,
+    capability: tuple[int, int],
+    text: dict[str, Any],
+    level: str,
+) -> None:
+    on_a_gpu(monkeypatch, capability, Failure("RuntimeError: FlashAttention only supports Ampere GPUs or newer."))
+    findings = {f.name: f for f in kernel_findings(with_dtype(config, dtype), TargetFacts(text), {})}
+    finding = findings["kernel varlen_attn"]
+    assert finding.level == level and "only supports Ampere" in finding.detail
+    assert ("torch" in finding.mend) == (level == "error")
+    assert findings["packing"].level == "warning" and "right-padded rows" in findings["packing"].detail
+    if level == "warning":
+        assert finding.mend == "" and finding.cost.startswith("none, as documents run as rows: ")
+
+
+def test_packing_is_not_said_of_gemma_2_though_the_kernel_works(
+    monkeypatch: pytest.MonkeyPatch, config: Config
+) -> None:
+    on_a_gpu(monkeypatch, (9, 0), WORKS)
+    facts = TargetFacts(target_config("gemma2").to_dict(), "transformers.models.gemma2.modeling_gemma2")
+    findings = {f.name: f for f in kernel_findings(with_dtype(config, "auto"), facts, {})}
+    assert findings["kernel varlen_attn"].level == "ok"
+    assert findings["packing"].level == "warning" and "soft cap" in findings["packing"].detail
+    well = kernel_findings(with_dtype(config, "auto"), TargetFacts(target_config("qwen3").to_dict()), {})
+    assert well[-1].level == "ok" and "(tried here)" in well[-1].detail
+
+
+def qwen3_6_27b() -> dict[str, Any]:
+    return {
+        "hidden_size": 5120, "intermediate_size": 17408, "num_attention_heads": 24, "num_key_value_heads": 4,
+        "head_dim": 256, "linear_num_value_heads": 48, "linear_num_key_heads": 16, "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+    }  # fmt: skip
+
+
+def qwen3_next_80b_a3b() -> dict[str, Any]:
+    """Its config is the default one of transformers."""
+    text: dict[str, Any] = transformers.Qwen3NextConfig().to_dict()
+    assert (text["hidden_size"], text["num_experts_per_tok"], text["linear_num_value_heads"]) == (2048, 10, 32)
+    return text
+
+
+def test_slowdown_where_it_was_measured() -> None:
+    for text in (qwen3_6_27b(), {}):
+        assert slowdown(text, 48 / 64, delta_rule=True, convolution=False) == 1.5
+        assert slowdown(text, 48 / 64, delta_rule=True, convolution=True) == pytest.approx(1.61)
+        assert slowdown(text, 48 / 64, delta_rule=False, convolution=False) == 1
+        assert slowdown(text, 24 / 64, delta_rule=True, convolution=False) == 1.25
+
+
+def test_slowdown_is_scaled_by_what_a_token_computes() -> None:
+    text = qwen3_next_80b_a3b()
+    # A layer of it has 68 million parameters for a token, of which 383 million were measured; and 32 of 48 heads.
+    layer = 2048 * (3 * 512 * 11 + 2 * 16 * 128 + 3 * 32 * 128)
+    measured = 5120 * (3 * 17408 + 2 * 16 * 128 + 3 * 48 * 128)
+    assert slowdown(text, 36 / 48, True, False) == pytest.approx(1 + 0.5 * (32 / 48) * measured / layer)
+    assert slowdown(text, 36 / 48, True, False) > 2.5
+    half = qwen3_6_27b() | {"linear_num_value_heads": 24}
+    assert 1.25 < slowdown(half, 48 / 64, True, False) < 1.3  # half the work for it, of a slightly smaller layer
+    finding = fallback_finding(Layers(48, 36, True, False), "", text)
+    assert finding.detail.startswith("36 of 48 layers would run the torch fallback: about 2.9 times slower")

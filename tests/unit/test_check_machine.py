@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import itertools
 import os
 import resource
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 from dflash_dist.check import Finding, check, gpus, has_errors, host
+from dflash_dist.check.config import drafter_here, run_disk_finding
 from dflash_dist.check.gpus import (
     Pair,
     Power,
@@ -34,7 +36,6 @@ from dflash_dist.check.host import (
     not_kept,
     open_files_finding,
     quota_cores,
-    run_disk_finding,
 )
 from dflash_dist.config import load_config
 from dflash_dist.train.memory import drafter_parameters
@@ -68,7 +69,7 @@ def test_driver(driver: str | None, cuda: str, level: str) -> None:
         (Power(700, 700, 0x1), "ok", "700 W of 700 W", ""),
         (Power(700, 700, 0x4), "ok", "700 W of 700 W", ""),
         (Power(450, 700, 0), "warning", "capped at 450 W of 700 W", "sudo nvidia-smi -i 3 -pl 700"),
-        (Power(700, 700, 0x2), "warning", "clocks set by hand", "sudo nvidia-smi -i 3 -rgc"),
+        (Power(700, 700, 0x2), "warning", "application clocks", "sudo nvidia-smi -i 3 -rac; sudo nvidia-smi -i 3 -rgc"),
         (Power(700, 700, 0x48), "warning", "hardware slowdown, thermal slowdown by hardware", "nvidia-smi -i 3 -q"),
         (Power(700, 700, 0x80), "warning", "power brake", "nvidia-smi -i 3 -q"),
     ],
@@ -87,6 +88,18 @@ def test_power(power: Power, level: str, says: str, mend: str) -> None:
         (Pair(0, 1, True, "unknown"), {}, "P2P"),
         (Pair(0, 1, True, "PCIe across CPUs"), {}, "SHM"),
         (Pair(0, 1, True, "PCIe across CPUs"), {"NCCL_P2P_LEVEL": "SYS"}, "P2P over PCIe across CPUs"),
+        (Pair(0, 1, True, "PCIe across CPUs"), {"NCCL_P2P_LEVEL": "4"}, "P2P over PCIe across CPUs"),
+        (Pair(0, 1, True, "PCIe across CPUs"), {"NCCL_P2P_LEVEL": "PHB"}, "SHM"),
+        (Pair(0, 1, True, "PCIe"), {"NCCL_P2P_LEVEL": "NVL"}, "SHM"),
+        (Pair(0, 1, True, "NVLink"), {"NCCL_P2P_LEVEL": "NVL"}, "P2P over NVLink"),
+        (Pair(0, 1, True, "NVLink"), {"NCCL_P2P_LEVEL": "LOC"}, "SHM"),
+        (Pair(0, 1, True, "unknown"), {"NCCL_P2P_LEVEL": "0"}, "SHM"),
+        (Pair(0, 1, True, "unknown"), {"NCCL_P2P_LEVEL": "PIX"}, "P2P"),
+        (Pair(0, 1, True, "PCIe", "PIX"), {"NCCL_P2P_LEVEL": "PIX"}, "P2P over PCIe"),
+        (Pair(0, 1, True, "PCIe", "PXB"), {"NCCL_P2P_LEVEL": "1"}, "SHM"),
+        (Pair(0, 1, True, "PCIe", "PXB"), {"NCCL_P2P_LEVEL": "PXB"}, "P2P over PCIe"),
+        (Pair(0, 1, True, "PCIe", "PHB"), {"NCCL_P2P_LEVEL": "PXB"}, "SHM"),
+        (Pair(0, 1, True, "PCIe"), {"NCCL_P2P_LEVEL": "nonsense"}, "P2P over PCIe"),
         (Pair(0, 1, False, "PCIe"), {}, "SHM"),
         (Pair(0, 1, True, "NVLink"), {"NCCL_P2P_DISABLE": "1"}, "SHM"),
         (Pair(0, 1, False, "PCIe"), {"NCCL_SHM_DISABLE": "1"}, "NET"),
@@ -96,9 +109,19 @@ def test_transport(pair: Pair, environment: dict[str, str], expected: str) -> No
     assert transport(pair, 16 * GIB, environment).split(" (")[0] == expected
     finding = transport_finding([pair], 16 * GIB, environment)
     assert finding.level == ("ok" if expected.startswith("P2P") else "warning")
-    assert "expected" in finding.detail and bool(finding.mend) == (finding.level != "ok")
+    assert f"expected transport: {expected}" in finding.detail and "not observed" in finding.detail
+    assert bool(finding.mend) == (finding.level != "ok")
     if "NCCL_P2P_DISABLE" in environment:
         assert finding.mend == "unset NCCL_P2P_DISABLE"
+
+
+def test_a_level_that_rules_out_p2p_is_to_be_unset_where_that_helps() -> None:
+    level = {"NCCL_P2P_LEVEL": "NVL"}
+    assert transport_finding([Pair(0, 1, True, "PCIe")], 16 * GIB, level).mend == "unset NCCL_P2P_LEVEL"
+    far = [Pair(0, 1, True, "PCIe across CPUs")]
+    assert "NCCL_P2P_LEVEL=SYS allows P2P across CPUs" in transport_finding(far, 16 * GIB, level).mend
+    mixed = [*far, Pair(0, 2, False, "PCIe")]  # unset, it would take P2P from the first two
+    assert "unset" not in transport_finding(mixed, 16 * GIB, {"NCCL_P2P_LEVEL": "SYS"}).mend
 
 
 def test_without_shared_memory_messages_take_the_network() -> None:
@@ -129,6 +152,8 @@ def stand_in_nvml(links: dict[tuple[int, int], int], ancestor: int) -> ModuleTyp
     vars(nvml).update(
         NVML_P2P_CAPS_INDEX_NVLINK=2,
         NVML_P2P_STATUS_OK=0,
+        NVML_TOPOLOGY_MULTIPLE=20,
+        NVML_TOPOLOGY_HOSTBRIDGE=30,
         NVML_TOPOLOGY_SYSTEM=50,
         nvmlInit=lambda: None,
         nvmlShutdown=lambda: None,
@@ -152,12 +177,21 @@ def three_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda first, second: second != 2)
 
 
-@pytest.mark.parametrize(("ancestor", "far"), [(50, "PCIe across CPUs"), (30, "PCIe")])
+@pytest.mark.parametrize(
+    ("ancestor", "far"),
+    [
+        (50, ("PCIe across CPUs", "SYS")),
+        (40, ("PCIe", "PHB")),
+        (30, ("PCIe", "PHB")),
+        (20, ("PCIe", "PXB")),
+        (10, ("PCIe", "PIX")),
+    ],
+)
 def test_nvml_tells_links_and_power(monkeypatch: pytest.MonkeyPatch, three_gpus: None, ancestor: int, far: Any) -> None:
     nvml = stand_in_nvml({(0, 1): 0, (0, 2): 5, (1, 2): 5}, ancestor)
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     powers, pairs = gpus.read_nvml(3)
-    assert pairs == [Pair(0, 1, True, "NVLink"), Pair(0, 2, False, far), Pair(1, 2, False, far)]
+    assert pairs == [Pair(0, 1, True, "NVLink", "NVL"), Pair(0, 2, False, *far), Pair(1, 2, False, *far)]
     assert powers == {0: Power(500, 700, 0x20), 2: Power(500, 700, 0x20)}  # GPU 1 does not tell its own
 
 
@@ -264,8 +298,6 @@ def test_checkpoints_of_a_config_are_counted(tmp_path: Path) -> None:
     target = make_target("qwen3", tmp_path / "target")
     path = make_config(tmp_path, target, make_chats(tmp_path / "chats.jsonl", rows=2))
     config = load_config(path, ["train.keep_checkpoints=3"])
-    from dflash_dist.check.config import drafter_here
-
     found = drafter_here(config)
     assert found is not None
     size_gib = 12 * drafter_parameters(found[1]) / GIB
@@ -275,6 +307,13 @@ def test_checkpoints_of_a_config_are_counted(tmp_path: Path) -> None:
     assert "up to 4 are" in run_disk_finding(never).detail
     elsewhere = load_config(path, ["target.model=nobody/no-such-model"])
     assert "checkpoint" not in run_disk_finding(elsewhere).detail
+
+
+def test_findings_on_the_host_know_nothing_of_the_trainer() -> None:
+    """`train` imports them: an import the other way, be it inside a function, would be a cycle."""
+    tree = ast.parse(Path(host.__file__).read_text(encoding="utf-8"))
+    imported = [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    assert {name for name in imported if name.startswith("dflash_dist")} == {"dflash_dist.check.findings"}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA device")
