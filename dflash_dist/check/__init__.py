@@ -25,9 +25,10 @@ from dflash_dist.check.host import (
 from dflash_dist.check.installs import half_installed_fla
 from dflash_dist.check.layers import kernel_findings
 from dflash_dist.check.target import look_at_target, target_config_path
-from dflash_dist.check.versions import PACKAGES, is_findable, version_findings, version_of
+from dflash_dist.check.versions import PACKAGES, is_findable, version_findings
 from dflash_dist.config import Config
 from dflash_dist.data.sources import is_local
+from dflash_dist.installed import version_of
 
 __all__ = ["Finding", "as_json", "as_text", "check", "environment", "has_errors", "refusal", "target_config_path"]
 

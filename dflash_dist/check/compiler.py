@@ -8,8 +8,8 @@ from collections.abc import Mapping
 
 from dflash_dist.check.findings import Finding
 from dflash_dist.check.installs import TRITON, install_finding
-from dflash_dist.check.versions import version_of
 from dflash_dist.config import Config
+from dflash_dist.installed import version_of
 
 C_COMPILERS = ("gcc", "clang", "cc")
 """Those that triton looks for, to build what starts its kernels."""

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dflash_dist.check.findings import Finding, Level, one_line
-from dflash_dist.check.versions import is_older, version_of
+from dflash_dist.check.versions import is_older
+from dflash_dist.installed import version_of
 
 LAYERS_SLOW = "every linear-attention layer of the target runs a slow torch fallback"
 FLA_BOTH = "'flash-linear-attention>=0.6.0' 'fla-core>=0.6.0'"

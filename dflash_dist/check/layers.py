@@ -26,8 +26,9 @@ from dflash_dist.check.kernels import TOLERANCE, Failure, Outcome, try_kernels, 
 from dflash_dist.check.slowdown import MEASURED_SHARE, slowdown
 from dflash_dist.check.target import TargetFacts
 from dflash_dist.check.trials import Measured, Shapes, delta_rule_case, measure
-from dflash_dist.check.versions import is_findable, version_of
+from dflash_dist.check.versions import is_findable
 from dflash_dist.config import Config
+from dflash_dist.installed import version_of
 
 PACKED_CAPABILITY = (8, 0)
 """The least for torch's attention over packed documents."""

@@ -8,6 +8,7 @@ import platform
 import re
 
 from dflash_dist.check.findings import Finding
+from dflash_dist.installed import version_of
 
 PYTHON_MINIMUM = "3.11"
 PACKAGES = (  # distribution, least version, what it is for
@@ -24,14 +25,6 @@ PACKAGES = (  # distribution, least version, what it is for
 def version_findings() -> list[Finding]:
     """The findings on Python and the packages, and on TensorBoard's view of traces."""
     return [_python(), *(_package(*row) for row in PACKAGES), _trace_view()]
-
-
-def version_of(distribution: str) -> str | None:
-    """The installed version; None where there is none."""
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def numbers(version: str) -> tuple[int, ...]:

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from dflash_dist.check.versions import version_of
 from dflash_dist.config import Config
 from dflash_dist.data.chat import check_vocabulary
 from dflash_dist.data.prepare import PrepareReport, prepare_with_report
@@ -25,6 +24,7 @@ from dflash_dist.drafter.config import DrafterConfig, resolve
 from dflash_dist.drafter.loss import Objective
 from dflash_dist.errors import UserError
 from dflash_dist.export.plain import read_config
+from dflash_dist.installed import version_of
 from dflash_dist.target.load import check_longest, load_tokenizer, text_config
 from dflash_dist.target.package import target_folder
 from dflash_dist.topology import Topology, check_batches_per_step
