@@ -156,6 +156,9 @@ class TrainConfig:
     """Compute type of the drafter; the weights are fp32 always. auto: bfloat16 on CUDA, float32 on CPU."""
     attention: Literal["auto", "dense", "flex"] = "auto"
     """auto: compiled flex attention on CUDA, a dense mask on CPU."""
+    anchors_per_backward: int = 1024
+    """Anchors whose activations a drafter rank holds at a time, for a batch with more than fit. A sharded drafter takes
+    all at once."""
     shard: Literal["none", "fsdp"] = "none"
     """Whether each drafter rank keeps the whole drafter and optimizer, or a share of them, for a drafter that is too
     large for one GPU; every batch then gathers the weights. With one drafter rank there is nothing to share."""
@@ -277,6 +280,7 @@ def _bounds(config: Config) -> list[tuple[str, float | None, float, float]]:
             "warmup_ratio": 0,
             "weight_decay": 0,
             "clip_norm": 1e-12,
+            "anchors_per_backward": 1,
             "seed": 0,
             "log_every": 1,
             "checkpoint_every": 1,

@@ -182,7 +182,7 @@ def block_outcomes(
             objective,
             last_TH if objective.needs_last_state else None,
         )
-    loss_AM, prediction_AM, label_AM = (x_AM.tolist() for x_AM in outcomes)
+    loss_AM, prediction_AM, label_AM = (x_AM.tolist() for x_AM in outcomes[:3])
     valid_AM = blocks.valid_AB[:, 1:].tolist()
     return {
         int(anchor): BlockOutcome(

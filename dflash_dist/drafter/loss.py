@@ -6,17 +6,19 @@ H hidden size, F features, V vocabulary rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from dflash_dist.drafter.anchors import BlockTensors
-from dflash_dist.drafter.model import DFlashDrafter
+from dflash_dist.drafter.head import Head, Outcome, WithGradient
+from dflash_dist.drafter.model import DFlashDrafter, KeyValue
 
 if TYPE_CHECKING:
     from dflash_dist.config import ObjectiveConfig
@@ -54,17 +56,6 @@ class Objective:
         return len(drafter.target_layer_ids) + self.needs_last_state
 
 
-class OffsetOutcomes(NamedTuple):
-    """What became of every masked offset of every block."""
-
-    loss_AM: Tensor
-    """float: unweighted, in nats; it means something where the offset is valid."""
-    prediction_AM: Tensor
-    """int64: the drafter's most likely token."""
-    label_AM: Tensor
-    """int64: the token that it should have been."""
-
-
 def block_sums(
     model: DFlashDrafter,
     ends: TargetEnds,
@@ -82,18 +73,89 @@ def block_sums(
     document. `documents_T`: int64 document of each token, -1 for padding. `chunk`: blocks whose logits exist at once.
     `last_TH`: the target's last hidden states after its final norm, for the objectives that need them.
     """
-    hidden_ABH = _hidden(model, ends, features_TF, positions_T, documents_T, blocks)
-    chunks = _chunks(hidden_ABH, blocks, chunk)
-    if len(blocks.anchors_A) <= chunk:
-        sums = [_chunk_sums(ends, objective, last_TH, *parts) for parts in chunks]
-    else:
-        # Logits are recomputed in the backward pass: those of all blocks would not fit.
-        sums = [
-            checkpoint(_chunk_sums, ends, objective, last_TH, *parts, use_reentrant=False, preserve_rng_state=False)
-            for parts in chunks
-        ]
-    blocks_sum = blocks.keep_A.sum().to(sums[0].dtype)[None]
-    return torch.cat([torch.stack(sums).sum(0), blocks_sum])
+    masks = model.masks(blocks.anchors_A, blocks.keep_A, documents_T)
+    hidden_ABH = model(features_TF, positions_T, ends.embed(blocks.ids_AB), blocks.positions_AB, masks)
+    return head_sums(hidden_ABH, Head(ends, objective.kind, last_TH), blocks, chunk, objective)
+
+
+def backward_in_groups(
+    model: DFlashDrafter,
+    ends: TargetEnds,
+    features_TF: Tensor,
+    positions_T: Tensor,
+    documents_T: Tensor,
+    blocks: BlockTensors,
+    group: int,
+    chunk: int,
+    objective: Objective = Objective(),
+    last_TH: Tensor | None = None,
+    forward: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
+    backward: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
+) -> Tensor:
+    """What `block_sums` gives, detached; the gradient is added to the parameters' own, `group` blocks at a time.
+
+    So memory does not grow with the blocks. The context is computed once: what the groups before the last give to its
+    keys and values is kept, and goes back with the last group, in whose backward call every parameter takes part.
+    `forward`, `backward`: contexts for each part of either pass.
+    """
+    if len(blocks.anchors_A) <= group:
+        with forward():
+            sums = block_sums(model, ends, features_TF, positions_T, documents_T, blocks, chunk, objective, last_TH)
+        with backward():
+            sums[0].backward()
+        return sums.detach()
+    head = Head(ends, objective.kind, last_TH)
+    groups = [BlockTensors(*parts) for parts in zip(*(x.split(group) for x in blocks), strict=True)]
+
+    def sums_of(context: Sequence[KeyValue], part: BlockTensors) -> Tensor:
+        masks = model.masks(part.anchors_A, part.keep_A, documents_T)
+        hidden_ABH = model.blocks(ends.embed(part.ids_AB), part.positions_AB, context, masks)
+        return head_sums(hidden_ABH, head, part, chunk, objective)
+
+    with forward():
+        context = model.context(features_TF, positions_T)
+    leaves = [(key.detach().requires_grad_(), value.detach().requires_grad_()) for key, value in context]
+    total = []
+    for part in groups[:-1]:
+        with forward():
+            sums = sums_of(leaves, part)
+        with backward():
+            sums[0].backward()
+        total.append(sums.detach())
+    with forward():
+        sums = sums_of(context, groups[-1])
+    roots: list[Tensor] = [sums[0]]
+    gradients: list[Tensor | None] = [None]
+    for pair, own in zip(context, leaves, strict=True):
+        for tensor, leaf in zip(pair, own, strict=True):
+            roots.append(tensor)
+            gradients.append(leaf.grad)
+    with backward():
+        torch.autograd.backward(roots, gradients)
+    return torch.stack([*total, sums.detach()]).sum(0)
+
+
+def head_sums(hidden_ABH: Tensor, head: Head, blocks: BlockTensors, chunk: int, objective: Objective) -> Tensor:
+    """`block_sums` from the drafter's output."""
+    wants_gradient = hidden_ABH.requires_grad
+    gradient_ABH = torch.zeros_like(hidden_ABH) if wants_gradient else None
+    sums = []
+    with torch.no_grad():
+        for begin in range(0, len(blocks.anchors_A), chunk):
+            part = slice(begin, begin + chunk)
+            hidden_CMH, labels_CM, valid_CM, weights_CM = (
+                x_AB[part, 1:] for x_AB in (hidden_ABH, blocks.labels_AB, blocks.valid_AB, blocks.weights_AB)
+            )
+            weigh = functools.partial(_weights, objective, valid_CM, weights_CM)
+            outcome, gradient_CMH = head.outcome(
+                hidden_CMH, blocks.anchors_A[part], labels_CM, weigh if wants_gradient else None
+            )
+            sums.append(_sums(outcome, valid_CM, weigh(outcome.likelihood_CM), objective))
+            if gradient_ABH is not None and gradient_CMH is not None:
+                gradient_ABH[part, 1:] = gradient_CMH
+        total = torch.stack(sums).sum(0)
+        total = torch.cat([total, blocks.keep_A.sum().to(total.dtype)[None]])
+    return total if gradient_ABH is None else WithGradient.apply(hidden_ABH, total, gradient_ABH)
 
 
 @torch.no_grad()
@@ -107,15 +169,14 @@ def offset_outcomes(
     chunk: int,
     objective: Objective = Objective(),
     last_TH: Tensor | None = None,
-) -> OffsetOutcomes:
+) -> Outcome:
     """The outcome of every offset by itself, computed as `block_sums` does; to look at, not to train on."""
-    hidden_ABH = _hidden(model, ends, features_TF, positions_T, documents_T, blocks)
-    outcomes = []
-    for hidden_CMH, anchors_C, labels_CM, _, _ in _chunks(hidden_ABH, blocks, chunk):
-        logits_CMV = _logits(ends, hidden_CMH)
-        loss_CM, labels_CM = _offset_losses(ends, objective, last_TH, logits_CMV, anchors_C, labels_CM)
-        outcomes.append((loss_CM, logits_CMV.argmax(-1), labels_CM))
-    return OffsetOutcomes(*(torch.cat(parts) for parts in zip(*outcomes, strict=True)))
+    masks = model.masks(blocks.anchors_A, blocks.keep_A, documents_T)
+    hidden_ABH = model(features_TF, positions_T, ends.embed(blocks.ids_AB), blocks.positions_AB, masks)
+    head = Head(ends, objective.kind, last_TH)
+    chunks = zip(*(x.split(chunk) for x in (hidden_ABH[:, 1:], blocks.anchors_A, blocks.labels_AB[:, 1:])), strict=True)
+    outcomes = [head.outcome(*parts)[0] for parts in chunks]
+    return Outcome(*(torch.cat(parts) for parts in zip(*outcomes, strict=True)))
 
 
 def dpace_weights(probability_CM: Tensor, valid_CM: Tensor, alpha: float) -> Tensor:
@@ -128,82 +189,19 @@ def dpace_weights(probability_CM: Tensor, valid_CM: Tensor, alpha: float) -> Ten
     return reach_CM.flip(-1).cumsum(-1).flip(-1) * valid_CM
 
 
-def _hidden(
-    model: DFlashDrafter,
-    ends: TargetEnds,
-    features_TF: Tensor,
-    positions_T: Tensor,
-    documents_T: Tensor,
-    blocks: BlockTensors,
-) -> Tensor:
-    """[A, B, H]: the drafter's normed output for every block."""
-    masks = model.masks(blocks.anchors_A, blocks.keep_A, documents_T)
-    return model(features_TF, positions_T, ends.embed(blocks.ids_AB), blocks.positions_AB, masks)
+def _weights(objective: Objective, valid_CM: Tensor, decay_CM: Tensor, likelihood_CM: Tensor) -> Tensor:
+    """[C, M]: what each offset's loss counts; 0 where it is not valid."""
+    if objective.weights == "dpace":
+        return dpace_weights(likelihood_CM, valid_CM, objective.alpha)
+    return decay_CM * valid_CM
 
 
-def _chunks(hidden_ABH: Tensor, blocks: BlockTensors, chunk: int) -> Iterator[tuple[Tensor, ...]]:
-    """(hidden_CMH, anchors_C, labels_CM, valid_CM, weights_CM) of `chunk` blocks after another."""
-    masked = [x_AB[:, 1:] for x_AB in (hidden_ABH, blocks.labels_AB, blocks.valid_AB, blocks.weights_AB)]
-    masked.insert(1, blocks.anchors_A)
-    return zip(*(x.split(chunk) for x in masked), strict=True)
-
-
-def _chunk_sums(
-    ends: TargetEnds,
-    objective: Objective,
-    last_TH: Tensor | None,
-    hidden_CMH: Tensor,
-    anchors_C: Tensor,
-    labels_CM: Tensor,
-    valid_CM: Tensor,
-    weights_CM: Tensor,
-) -> Tensor:
+def _sums(outcome: Outcome, valid_CM: Tensor, weights_CM: Tensor, objective: Objective) -> Tensor:
     """[5]: `SUMS` without the last, for some of the blocks."""
-    logits_CMV = _logits(ends, hidden_CMH)
-    loss_CM, labels_CM = _offset_losses(ends, objective, last_TH, logits_CMV, anchors_C, labels_CM)
-    with torch.no_grad():
-        norm_CM = weights_CM
-        if objective.weights == "dpace":
-            probability_CM = torch.exp(-_cross_entropy(logits_CMV, labels_CM) if objective.kind == "kl" else -loss_CM)
-            weights_CM, norm_CM = dpace_weights(probability_CM, valid_CM, objective.alpha), valid_CM
-        correct_CM = (logits_CMV.argmax(-1) == labels_CM) & valid_CM
-        # The run ends at the first offset that is wrong or not valid, as acceptance does.
-        run_CM = correct_CM.cumprod(-1)
-        counts = [x.sum().to(loss_CM.dtype) for x in (norm_CM, correct_CM, valid_CM, run_CM)]
+    correct_CM = (outcome.prediction_CM == outcome.label_CM) & valid_CM
+    # The run ends at the first offset that is wrong or not valid, as acceptance does.
+    run_CM = correct_CM.cumprod(-1)
+    norm_CM = valid_CM if objective.weights == "dpace" else weights_CM
     # Not a product alone: where the weight is 0 the loss may be infinite (KL to a label past the document).
-    loss = (weights_CM * loss_CM.masked_fill(~valid_CM, 0.0)).sum()
-    return torch.stack([loss, *counts])
-
-
-def _offset_losses(
-    ends: TargetEnds,
-    objective: Objective,
-    last_TH: Tensor | None,
-    logits_CMV: Tensor,
-    anchors_C: Tensor,
-    labels_CM: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Unweighted losses [C, M] in nats, and the labels [C, M]: the data's, or the target's most likely tokens."""
-    if not objective.needs_last_state:
-        return _cross_entropy(logits_CMV, labels_CM), labels_CM
-    assert last_TH is not None, f"the objective {objective.kind} needs the target's last states"
-    with torch.no_grad():
-        # The token at offset k is predicted by the target's state one place before it.
-        offsets_M = torch.arange(labels_CM.shape[1], device=anchors_C.device)
-        rows_CM = (anchors_C[:, None] + offsets_M).clamp_max(last_TH.shape[0] - 1)
-        teacher_CMV = _logits(ends, last_TH[rows_CM])
-        labels_CM = teacher_CMV.argmax(-1)
-    if objective.kind == "argmax":
-        return _cross_entropy(logits_CMV, labels_CM), labels_CM
-    log_p_CMV, log_q_CMV = teacher_CMV.log_softmax(-1), logits_CMV.log_softmax(-1)
-    return (log_p_CMV.exp() * (log_p_CMV - log_q_CMV)).sum(-1), labels_CM
-
-
-def _logits(ends: TargetEnds, hidden_CMH: Tensor) -> Tensor:
-    """[C, M, V] logits in fp32 at least."""
-    logits_CMV = ends.logits(hidden_CMH.flatten(0, 1)).unflatten(0, hidden_CMH.shape[:2])
-    return logits_CMV.to(torch.promote_types(logits_CMV.dtype, torch.float32))
-
-
-def _cross_entropy(logits_CMV: Tensor, labels_CM: Tensor) -> Tensor:
-    return F.cross_entropy(logits_CMV.flatten(0, 1), labels_CM.flatten(), reduction="none").view_as(labels_CM)
+    loss_CM = weights_CM * outcome.loss_CM.masked_fill(~valid_CM, 0.0)
+    return torch.stack([x.sum().to(loss_CM.dtype) for x in (loss_CM, norm_CM, correct_CM, valid_CM, run_CM)])

@@ -19,7 +19,7 @@ from dflash_dist.drafter.config import DrafterConfig
 from dflash_dist.target.packing import token_offsets
 
 ANCHOR_MULTIPLE = 8
-"""On the CPU the anchors are padded to a multiple of this; on CUDA to their largest number: shapes are fixed."""
+"""On the CPU the anchors are padded to a multiple of this; on CUDA to whole groups, so that shapes are fixed."""
 
 NOISE_SEED = 1 << 32
 """Sets the noise's hashes apart from the anchors'."""
@@ -28,6 +28,15 @@ FILLER = Documents(np.zeros(1, np.int64), np.zeros(1, bool), np.ones(1, np.int64
 """What a drafter runs for a filler: one token that no anchor can stand on."""
 FILLER_TOKENS = 128
 """On CUDA a filler is padded to this: a second shape, which costs next to nothing to run."""
+
+
+def anchors_per_group(config: Config) -> int:
+    """Anchors that one backward pass takes.
+
+    Of a sharded drafter those of a whole batch: its ranks must all run the same number of passes.
+    """
+    most = config.objective.max_anchors_per_batch
+    return most if config.train.shard == "fsdp" else min(most, config.train.anchors_per_backward)
 
 
 @dataclass(frozen=True)
@@ -59,7 +68,7 @@ class BatchLoader:
         self._pin = device.type == "cuda"
         objective = config.objective
         self._gamma = objective.gamma if objective.gamma is not None else default_gamma(drafter.block_size)
-        self._anchor_multiple = objective.max_anchors_per_batch if self._pin else ANCHOR_MULTIPLE
+        self._anchor_multiple = anchors_per_group(config) if self._pin else ANCHOR_MULTIPLE
 
     def load(self, work: Work) -> DrafterBatch:
         """The batch of `work`, on the host."""

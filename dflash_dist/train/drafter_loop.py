@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from dflash_dist.data.schedule import Work
-from dflash_dist.drafter.loss import SUMS, block_sums
+from dflash_dist.drafter.anchors import BlockTensors
+from dflash_dist.drafter.loss import SUMS, backward_in_groups, block_sums
 from dflash_dist.drafter.model import DFlashDrafter
 from dflash_dist.drafter.noise import add_noise_, noise_scale
 from dflash_dist.target.load import TargetEnds, torch_dtype
-from dflash_dist.train.batches import BatchLoader, DrafterBatch
+from dflash_dist.train.batches import BatchLoader, DrafterBatch, anchors_per_group
 from dflash_dist.train.context import RankContext
 from dflash_dist.train.optimizer import Optimizer
 from dflash_dist.train.prefetch import prefetch
@@ -49,11 +52,11 @@ def drafter_loop(
         share = -(-schedule.batches_of(step) // context.topology.num_drafters)  # fillers included: alike on all ranks
         for turn, (work, batch) in enumerate(batches.take(step, "train"), start=1):
             context.watch.at(work.place)
-            sums = batch_sums(context, source, model, ends, work, batch, noise)
-            with span("backward"), optimizer.overlap(last=turn == share):
-                sums[0].backward()
+            inputs = receive(context, source, model, work, batch, noise)
+            with optimizer.overlap(last=turn == share):
+                sums = train_batch(context, model, ends, inputs)
             source.release(work)
-            stats[work.index] = torch.cat([sums.detach(), optimizer.gradient_is_finite()[None]])
+            stats[work.index] = torch.cat([sums, optimizer.gradient_is_finite()[None]])
         with span("all_reduce"):
             optimizer.reduce()
             all_reduce(stats, context.drafter_group)
@@ -85,10 +88,9 @@ def warm_up(context: RankContext, model: DFlashDrafter, ends: TargetEnds) -> Non
         work = next((w for w in works if w.is_filler == of_fillers), None)
         if work is None:
             continue
-        batch = loader.load(work)
-        batch_sums(context, source, model, ends, work, batch)[0].backward()
-        with torch.no_grad():
-            batch_sums(context, source, model, ends, work, batch)
+        inputs = receive(context, source, model, work, loader.load(work))
+        train_batch(context, model, ends, inputs)
+        validate_batch(context, model, ends, inputs)
 
 
 def zero_source(context: RankContext, ends: TargetEnds) -> ZeroSource:
@@ -97,35 +99,78 @@ def zero_source(context: RankContext, ends: TargetEnds) -> ZeroSource:
     return ZeroSource(features, ends.head_weight.dtype, context.device)
 
 
-def batch_sums(
+class Inputs(NamedTuple):
+    """A batch as the loss takes it, on the device."""
+
+    features_TF: Tensor
+    positions_T: Tensor
+    documents_T: Tensor
+    blocks: BlockTensors
+    last_TH: Tensor | None
+
+
+def receive(
     context: RankContext,
     source: FeatureSource,
     model: DFlashDrafter,
-    ends: TargetEnds,
     work: Work,
     batch: DrafterBatch,
     noise: float = 0.0,
-) -> Tensor:
-    """The sums of `drafter.loss.SUMS` over one batch, fp32; the first carries the gradient.
-
-    `noise`: the scale of the noise on the features.
-    """
+) -> Inputs:
+    """The batch with its captured states; `noise`: the scale of the noise on the features."""
     with span("receive"):
         features_TF = source.receive(work, batch)
-    taps, objective = len(context.drafter.target_layer_ids), context.objective
-    last_TH = features_TF[:, model.fc.in_features :] if objective.needs_last_state else None
+    taps = len(context.drafter.target_layer_ids)
+    last_TH = features_TF[:, model.fc.in_features :] if context.objective.needs_last_state else None
     features_TF = features_TF[:, : model.fc.in_features]
     if noise:
         add_noise_(features_TF, context.config.noise, noise, batch.lengths_N.tolist(), batch.noise_seeds, taps)
-    positions_T, documents_T, blocks = batch.to(context.device)
+    return Inputs(features_TF, *batch.to(context.device), last_TH)
+
+
+def train_batch(context: RankContext, model: DFlashDrafter, ends: TargetEnds, inputs: Inputs) -> Tensor:
+    """The sums of `drafter.loss.SUMS` over one batch, fp32; its gradient is added to the parameters' own."""
+    return backward_in_groups(
+        model,
+        ends,
+        inputs.features_TF,
+        inputs.positions_T,
+        inputs.documents_T,
+        inputs.blocks,
+        anchors_per_group(context.config),
+        HEAD_CHUNK_BLOCKS,
+        context.objective,
+        inputs.last_TH,
+        forward=lambda: drafting(context),
+        backward=lambda: span("backward"),
+    )
+
+
+def validate_batch(context: RankContext, model: DFlashDrafter, ends: TargetEnds, inputs: Inputs) -> Tensor:
+    """The sums of `drafter.loss.SUMS` over one batch, fp32."""
+    with torch.no_grad(), drafting(context):
+        return block_sums(
+            model,
+            ends,
+            inputs.features_TF,
+            inputs.positions_T,
+            inputs.documents_T,
+            inputs.blocks,
+            HEAD_CHUNK_BLOCKS,
+            context.objective,
+            inputs.last_TH,
+        )
+
+
+@contextlib.contextmanager
+def drafting(context: RankContext) -> Iterator[None]:
+    """For the drafter's forward pass: its span, and its compute type."""
     dtype = torch_dtype(context.config.train.dtype, context.device)
     with (
         span("draft_forward"),
         torch.autocast(context.device.type, dtype, enabled=dtype != torch.float32),
     ):
-        return block_sums(
-            model, ends, features_TF, positions_T, documents_T, blocks, HEAD_CHUNK_BLOCKS, objective, last_TH
-        )
+        yield
 
 
 @torch.no_grad()
@@ -137,7 +182,7 @@ def validation_sums(
     with span("validation"):
         for work, batch in batches.take(step, "validate"):
             context.watch.at(work.place)
-            total += batch_sums(context, source, model, ends, work, batch)
+            total += validate_batch(context, model, ends, receive(context, source, model, work, batch))
             source.release(work)
         all_reduce(total, context.drafter_group)
     return total

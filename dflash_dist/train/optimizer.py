@@ -74,13 +74,15 @@ class Optimizer:
 
         `total_weight` is the loss's denominator over all ranks. `stats` is what must be finite beside the gradient.
         """
-        gradient = self._gradients.flat.div_(total_weight.clamp_min(1e-12))
-        norm = self._gradients.norm()
+        total_weight = total_weight.clamp_min(1e-12)
+        norm = self._gradients.norm() / total_weight
         bad = (~(norm.isfinite() & stats.isfinite().all())).float()
-        gradient.mul_((self._settings.clip_norm / (norm + 1e-6)).clamp_max(1.0))
+        clip = (self._settings.clip_norm / (norm + 1e-6)).clamp_max(1.0)
         for param_group in self._adamw.param_groups:
             param_group["lr"] = self.learning_rate(step)
-        # The fused kernel's own switch for mixed precision: a set flag makes the step a no-op on the device.
+        # The fused kernel's own switches for mixed precision: it divides the gradient by the one while it reads it, and
+        # a set flag makes the step a no-op on the device.
+        self._adamw.grad_scale = total_weight / clip  # type: ignore[attr-defined]
         self._adamw.found_inf = bad  # type: ignore[attr-defined]
         self._adamw.step()
         return torch.stack([norm, bad])

@@ -25,11 +25,17 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(channel, "_start", lambda operation, tensor, peer, group: group.start(operation, tensor))
     monkeypatch.setattr(drafter_loop, "all_reduce", lambda tensor, group: group.meet())
     monkeypatch.setattr(drafter_loop, "BatchLoader", Loader)
-    monkeypatch.setattr(
-        drafter_loop,
-        "block_sums",
-        lambda model, ends, features, positions, documents, work, *rest: model.sums(features, documents, work),
-    )
+
+    def sums(model: Any, ends: Any, features: Tensor, positions: Any, documents: Tensor, work: Any, *_: Any) -> Tensor:
+        return model.sums(features, documents, work)
+
+    def sums_and_gradient(*args: Any, **contexts: Any) -> Tensor:
+        values = sums(*args)
+        values[0].backward()
+        return values.detach()
+
+    monkeypatch.setattr(drafter_loop, "block_sums", sums)
+    monkeypatch.setattr(drafter_loop, "backward_in_groups", sums_and_gradient)
 
 
 def failure_of(seed: int) -> Stuck | Violation | None:

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from dflash_dist.drafter.anchors import draw_blocks
-from dflash_dist.drafter.loss import SUMS, Objective, block_sums, offset_outcomes
+from dflash_dist.drafter.loss import SUMS, Objective, backward_in_groups, block_sums, offset_outcomes
 from dflash_dist.target.load import TargetEnds
 from tests.random_models import MASK, VOCAB, documents, drafter_config, llama_config, random_drafter
 from tests.reference import block_loss, drafter_block
@@ -154,11 +154,11 @@ def test_outcomes_of_offsets_add_up_to_the_sums(objective):
     outcomes = offset_outcomes(drafter, batch.ends, *inputs, objective, last)
     valid, weights = batch.blocks.valid_AB[:, 1:], batch.blocks.weights_AB[:, 1:]
     sums = dict(zip(SUMS, batch.sums(drafter, objective=objective).tolist(), strict=True))
-    assert ((outcomes.prediction_AM == outcomes.label_AM) & valid).sum() == sums["correct"]
+    assert ((outcomes.prediction_CM == outcomes.label_CM) & valid).sum() == sums["correct"]
     if objective.weights == "decay":
-        assert (outcomes.loss_AM * weights)[valid].sum().item() == pytest.approx(sums["loss"], rel=1e-12)
+        assert (outcomes.loss_CM * weights)[valid].sum().item() == pytest.approx(sums["loss"], rel=1e-12)
     if objective.kind == "tokens":
-        assert torch.equal(outcomes.label_AM[valid], batch.blocks.labels_AB[:, 1:][valid])
+        assert torch.equal(outcomes.label_CM[valid], batch.blocks.labels_AB[:, 1:][valid])
 
 
 def test_chunk_size_changes_neither_loss_nor_gradients():
@@ -173,6 +173,28 @@ def test_chunk_size_changes_neither_loss_nor_gradients():
         torch.testing.assert_close(sums, results[0][0], rtol=1e-12, atol=0)
         for gradient, reference in zip(gradients, results[0][1], strict=True):
             assert (gradient - reference).norm() <= 1e-12 * reference.norm()
+
+
+@pytest.mark.parametrize("objective", [TOKENS, Objective("kl", "dpace")], ids=lambda o: f"{o.kind}-{o.weights}")
+@pytest.mark.parametrize("group", [1, 3, 100])
+def test_blocks_in_groups_give_the_same_sums_and_gradients(group, objective):
+    """Each parameter gets its gradient of the last group and of the context from one backward call."""
+    config = small_config()
+    drafter, whole = random_drafter(config).double(), random_drafter(config).double()
+    batch = Batch(config)
+    expected = batch.sums(whole, objective=objective)
+    expected[0].backward()
+    calls = {}
+    for name, parameter in drafter.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p, name=name: calls.update({name: calls.get(name, 0) + 1}))
+    inputs = (batch.features, batch.positions, batch.numbers, batch.blocks, group, 2, objective)
+    sums = backward_in_groups(drafter, batch.ends, *inputs, batch.last if objective.needs_last_state else None)
+    torch.testing.assert_close(sums, expected.detach(), rtol=1e-12, atol=0)
+    for (name, ours), theirs in zip(drafter.named_parameters(), whole.parameters(), strict=True):
+        assert (ours.grad - theirs.grad).norm() <= 1e-12 * theirs.grad.norm(), name
+    groups = -(-len(batch.blocks.anchors_A) // group)
+    of_context_alone = {"fc.weight", "hidden_norm.weight"}
+    assert calls == {name: 1 if name in of_context_alone else groups for name, _ in drafter.named_parameters()}
 
 
 def test_accepted_counts_the_leading_correct_run_alone():
