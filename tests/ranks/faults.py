@@ -79,7 +79,7 @@ def throw_and_hang(world: Running, rank: int, config: Path) -> str:
 def hang(world: Running, rank: int, config: Path) -> str:
     """The rank's work hangs, but its process lives on."""
     (config.parent / f"hang_{rank}").touch()
-    return f"error: rank {rank} ({{role}}) was the first to stand still, and no rank has come to another batch for 1"
+    return f"error: rank {rank} ({{role}}) was the first to stand still, and no rank has come to another batch for "
 
 
 def fill_disk(world: Running, rank: int, config: Path) -> str:

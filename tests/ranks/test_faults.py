@@ -97,14 +97,16 @@ def test_ten_corrupt_stores(make: Maker, topo: str) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("topo", "rank"), [("2-1", 1), ("2-1", 2)])
 def test_work_that_hangs(make: Maker, topo: str, rank: int) -> None:
+    """Found after 2 minutes, or on a machine so busy that the run stood still at times, after 20 times as long."""
     config = make("qwen3")
     world = start(config, topo, "run", 10_000)
     world.wait_for_step(1)
     while metrics(config, "run")[-1]["time_s"] < 20:  # the watch wants to have seen the run's pace
         world.wait_for_step(len(metrics(config, "run")) + 1)
-    strike(world, hang, rank, parse_topology(topo).role(rank), config, within_s=170)
+    strike(world, hang, rank, parse_topology(topo).role(rank), config, within_s=1250)
 
 
 def test_a_world_starts_again_by_itself(make: Maker) -> None:
