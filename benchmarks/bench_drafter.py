@@ -1,6 +1,7 @@
 """A drafter's step on one GPU, with SpecForge's beside it: the same tensors, the same anchors, plain cross-entropy.
 
     python benchmarks/bench_drafter.py [SHAPE] [--case ROWSxTOKENS ...] [--packed TOKENS] [--peer] [--json FILE]
+        [--trace FOLDER]
 
 A step is forward, backward and optimizer. A line for each: milliseconds (the median of five behind three), anchors a
 second, peak memory, and the host's time until the step is queued, over the whole.
@@ -28,10 +29,11 @@ from dflash_dist.drafter.config import DrafterConfig
 from dflash_dist.drafter.loss import Objective, backward_in_groups
 from dflash_dist.drafter.model import DFlashDrafter
 from dflash_dist.target.load import TargetEnds
+from dflash_dist.train.drafter_loop import HEAD_CHUNK_BLOCKS
 from dflash_dist.train.optimizer import Optimizer
 
 COLUMNS = ("ms", "anchors_s", "peak_gib", "host_share", "loss")
-GAMMA, ANCHORS_PER_DOCUMENT, HEAD_CHUNK = 7.0, 512, 128
+GAMMA, ANCHORS_PER_DOCUMENT = 7.0, 512
 WARM_UP, REPEATS = 3, 5
 
 
@@ -68,7 +70,6 @@ class Batch:
         self.pack = Documents(rng.integers(0, shape.vocab_size, tokens), np.ones(tokens, bool), lengths, keys)
         self.shape, self.device, self.objective = shape, device, objective
         self.positions_T = torch.cat([torch.arange(n) for n in lengths.tolist()]).to(device)
-        self.documents_T = torch.arange(len(lengths)).repeat_interleave(torch.from_numpy(lengths)).to(device)
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
         width = len(shape.target_layer_ids) * shape.hidden_size
         self.features_TF = torch.randn(tokens, width, device=device, dtype=dtype)
@@ -97,9 +98,12 @@ class Batch:
 def ours(batch: Batch, group: int) -> tuple[Callable[[], torch.Tensor], Any]:
     """A step of this project's drafter, which returns its loss."""
     device = batch.device
-    model = DFlashDrafter(batch.shape, attention="flex" if device == "cuda" else "dense")
-    model.init_weights(0)
-    model.to(device)
+    with torch.device("meta"):
+        model = DFlashDrafter(batch.shape, attention="flex" if device == "cuda" else "dense")
+    model.to_empty(device=device)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.02) if parameter.dim() > 1 else parameter.fill_(1)
     optimizer = Optimizer(model, TrainConfig(), 1000, None)
     blocks = batch.blocks.to(device)
     last_TH = batch.last_TH if batch.objective.needs_last_state else None
@@ -107,7 +111,7 @@ def ours(batch: Batch, group: int) -> tuple[Callable[[], torch.Tensor], Any]:
     def step() -> torch.Tensor:
         optimizer.zero_grad()
         sums = backward_in_groups(
-            model, batch.ends, batch.features_TF, batch.positions_T, batch.documents_T, blocks, group, HEAD_CHUNK,
+            model, batch.ends, batch.features_TF, batch.positions_T, blocks, group, HEAD_CHUNK_BLOCKS,
             batch.objective, last_TH,
             forward=lambda: torch.autocast(device, torch.bfloat16, enabled=device == "cuda"),
         )  # fmt: skip
@@ -155,8 +159,10 @@ def peers(batch: Batch, rows: int) -> tuple[Callable[[], torch.Tensor], Any]:
     return step, model
 
 
-def measure(name: str, batch: Batch, made: tuple[Callable[[], torch.Tensor], Any]) -> dict[str, float]:
-    """Runs the step, prints a line and returns its figures."""
+def measure(
+    name: str, batch: Batch, made: tuple[Callable[[], torch.Tensor], Any], trace: Path | None = None
+) -> dict[str, float]:
+    """Runs the step, prints a line and returns its figures; `trace`: a folder for a table of one step's kernels."""
     step, _ = made
     cuda = batch.device == "cuda"
     wait = torch.cuda.synchronize if cuda else lambda: None
@@ -178,6 +184,12 @@ def measure(name: str, batch: Batch, made: tuple[Callable[[], torch.Tensor], Any
         return {}
     seconds = statistics.median(whole_s)
     peak_gib = torch.cuda.max_memory_allocated() / GIB if cuda else 0.0
+    if trace:
+        with torch.profiler.profile() as profile:
+            step()
+            wait()
+        table = profile.key_averages().table("self_cuda_time_total", row_limit=45, max_name_column_width=100)
+        (trace / f"{name.replace(', ', '-').replace(' ', '-')}.txt").write_text(table)
     anchors_s = int(batch.blocks.keep_A.sum()) / seconds
     values = (1e3 * seconds, anchors_s, peak_gib, statistics.median(host_s) / seconds, float(loss))
     print(f"{name:<32} " + " ".join(f"{value:>12.4g}" for value in values), flush=True)
@@ -195,6 +207,7 @@ def main() -> None:
     parser.add_argument("--objective", default="tokens", choices=("tokens", "argmax", "kl"))
     parser.add_argument("--peer", action="store_true")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--trace", type=Path, help="a folder for tables of the kernels")
     options = parser.parse_args()
     shape, device = shapes()[options.shape], "cuda" if torch.cuda.is_available() else "cpu"
     objective = Objective(options.objective)
@@ -205,13 +218,13 @@ def main() -> None:
         anchors = rows * options.row_anchors
         batch = Batch(shape, np.full(rows, length), anchors, objective, device)
         batch.spread_anchors(options.row_anchors)
-        lines[case] = measure(f"{case}, {anchors} anchors", batch, ours(batch, options.group))
+        lines[case] = measure(f"{case}, {anchors} anchors", batch, ours(batch, options.group), options.trace)
         if options.peer and options.objective == "tokens":
             lines[f"{case} peer"] = measure(f"{case}, SpecForge", batch, peers(batch, rows))
     if options.packed:
         batch = Batch(shape, chat_lengths(options.packed), options.anchors, objective, device)
         name = f"packed {options.packed:,}, {int(batch.blocks.keep_A.sum()):,} anchors"
-        lines["packed"] = measure(name, batch, ours(batch, options.group))
+        lines["packed"] = measure(name, batch, ours(batch, options.group), options.trace)
     if options.json:
         options.json.write_text(json.dumps(lines, indent=2))
 

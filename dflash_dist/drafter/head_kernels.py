@@ -1,8 +1,7 @@
 """The loss over the vocabulary on CUDA, in Triton: logits are read once for the sums, and once for the gradient.
 
-Not in use yet: `Head` calls `head_reference.py`, which says what each function computes. Logits may be of any float
-type, sums are fp32. Offsets are int64, as a chunk can hold more than 2^31 logits. No kernel is specialised for the
-number of rows.
+`head_reference.py` says what each function computes. Logits may be of any float type, sums are fp32. Offsets are int64,
+as a chunk can hold more than 2^31 logits. No kernel is specialised for the number of rows.
 
 Shape suffixes: R rows, V vocabulary rows, N column blocks.
 """

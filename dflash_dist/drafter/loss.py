@@ -18,6 +18,7 @@ from torch import Tensor
 
 from dflash_dist.drafter.anchors import BlockTensors
 from dflash_dist.drafter.head import Head, Outcome, WithGradient
+from dflash_dist.drafter.linear import casting_once
 from dflash_dist.drafter.model import DFlashDrafter, KeyValue
 
 if TYPE_CHECKING:
@@ -61,7 +62,6 @@ def block_sums(
     ends: TargetEnds,
     features_TF: Tensor,
     positions_T: Tensor,
-    documents_T: Tensor,
     blocks: BlockTensors,
     chunk: int,
     objective: Objective = Objective(),
@@ -70,10 +70,10 @@ def block_sums(
     """The sums named in `SUMS` over one batch, [6] fp32; only the first carries a gradient.
 
     `features_TF`: the target's tapped states, finite in padding rows too. `positions_T`: int64 positions within the
-    document. `documents_T`: int64 document of each token, -1 for padding. `chunk`: blocks whose logits exist at once.
-    `last_TH`: the target's last hidden states after its final norm, for the objectives that need them.
+    document. `chunk`: blocks whose logits exist at once. `last_TH`: the target's last hidden states after its final
+    norm, for the objectives that need them.
     """
-    masks = model.masks(blocks.anchors_A, blocks.keep_A, documents_T)
+    masks = model.masks(blocks, len(positions_T))
     hidden_ABH = model(features_TF, positions_T, ends.embed(blocks.ids_AB), blocks.positions_AB, masks)
     return head_sums(hidden_ABH, Head(ends, objective.kind, last_TH), blocks, chunk, objective)
 
@@ -83,7 +83,6 @@ def backward_in_groups(
     ends: TargetEnds,
     features_TF: Tensor,
     positions_T: Tensor,
-    documents_T: Tensor,
     blocks: BlockTensors,
     group: int,
     chunk: int,
@@ -100,7 +99,7 @@ def backward_in_groups(
     """
     if len(blocks.anchors_A) <= group:
         with forward():
-            sums = block_sums(model, ends, features_TF, positions_T, documents_T, blocks, chunk, objective, last_TH)
+            sums = block_sums(model, ends, features_TF, positions_T, blocks, chunk, objective, last_TH)
         with backward():
             sums[0].backward()
         return sums.detach()
@@ -108,30 +107,31 @@ def backward_in_groups(
     groups = [BlockTensors(*parts) for parts in zip(*(x.split(group) for x in blocks), strict=True)]
 
     def sums_of(context: Sequence[KeyValue], part: BlockTensors) -> Tensor:
-        masks = model.masks(part.anchors_A, part.keep_A, documents_T)
+        masks = model.masks(part, len(positions_T))
         hidden_ABH = model.blocks(ends.embed(part.ids_AB), part.positions_AB, context, masks)
         return head_sums(hidden_ABH, head, part, chunk, objective)
 
-    with forward():
-        context = model.context(features_TF, positions_T)
-    leaves = [(key.detach().requires_grad_(), value.detach().requires_grad_()) for key, value in context]
-    total = []
-    for part in groups[:-1]:
+    with casting_once(model):
         with forward():
-            sums = sums_of(leaves, part)
+            context = model.context(features_TF, positions_T)
+        leaves = [(key.detach().requires_grad_(), value.detach().requires_grad_()) for key, value in context]
+        total = []
+        for part in groups[:-1]:
+            with forward():
+                sums = sums_of(leaves, part)
+            with backward():
+                sums[0].backward()
+            total.append(sums.detach())
+        with forward():
+            sums = sums_of(context, groups[-1])
+        roots: list[Tensor] = [sums[0]]
+        gradients: list[Tensor | None] = [None]
+        for pair, own in zip(context, leaves, strict=True):
+            for tensor, leaf in zip(pair, own, strict=True):
+                roots.append(tensor)
+                gradients.append(leaf.grad)
         with backward():
-            sums[0].backward()
-        total.append(sums.detach())
-    with forward():
-        sums = sums_of(context, groups[-1])
-    roots: list[Tensor] = [sums[0]]
-    gradients: list[Tensor | None] = [None]
-    for pair, own in zip(context, leaves, strict=True):
-        for tensor, leaf in zip(pair, own, strict=True):
-            roots.append(tensor)
-            gradients.append(leaf.grad)
-    with backward():
-        torch.autograd.backward(roots, gradients)
+            torch.autograd.backward(roots, gradients)
     return torch.stack([*total, sums.detach()]).sum(0)
 
 
@@ -164,14 +164,13 @@ def offset_outcomes(
     ends: TargetEnds,
     features_TF: Tensor,
     positions_T: Tensor,
-    documents_T: Tensor,
     blocks: BlockTensors,
     chunk: int,
     objective: Objective = Objective(),
     last_TH: Tensor | None = None,
 ) -> Outcome:
     """The outcome of every offset by itself, computed as `block_sums` does; to look at, not to train on."""
-    masks = model.masks(blocks.anchors_A, blocks.keep_A, documents_T)
+    masks = model.masks(blocks, len(positions_T))
     hidden_ABH = model(features_TF, positions_T, ends.embed(blocks.ids_AB), blocks.positions_AB, masks)
     head = Head(ends, objective.kind, last_TH)
     chunks = zip(*(x.split(chunk) for x in (hidden_ABH[:, 1:], blocks.anchors_A, blocks.labels_AB[:, 1:])), strict=True)

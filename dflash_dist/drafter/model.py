@@ -17,7 +17,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from dflash_dist.drafter.anchors import BlockTensors
 from dflash_dist.drafter.config import DrafterConfig
+from dflash_dist.drafter.fused import norm_rotate, rms_norm
+from dflash_dist.drafter.linear import Linear, gated_product
 from dflash_dist.drafter.mask import BlockLayout, Mask, build_masks
 
 KeyValue = tuple[Tensor, Tensor]
@@ -34,9 +37,11 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`x` normed and scaled, in its own dtype."""
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return (wide * self.weight).to(x.dtype)
+        return rms_norm(x, self.weight, self.eps)
+
+    def rotated(self, x_Pnd: Tensor, rope: KeyValue) -> Tensor:
+        """`x` normed in each head, then rotated by the tables of `rope_tables`, in its own dtype."""
+        return norm_rotate(x_Pnd, self.weight, self.eps, *rope)
 
 
 class Attention(nn.Module):
@@ -46,22 +51,23 @@ class Attention(nn.Module):
         super().__init__()
         hidden, head = config.hidden_size, config.head_dim
         self.head_dim = head
-        self.q_proj = nn.Linear(hidden, config.num_attention_heads * head, bias=False)
-        self.k_proj = nn.Linear(hidden, config.num_key_value_heads * head, bias=False)
-        self.v_proj = nn.Linear(hidden, config.num_key_value_heads * head, bias=False)
-        self.o_proj = nn.Linear(config.num_attention_heads * head, hidden, bias=False)
+        self.q_proj = Linear(hidden, config.num_attention_heads * head)
+        self.k_proj = Linear(hidden, config.num_key_value_heads * head)
+        self.v_proj = Linear(hidden, config.num_key_value_heads * head)
+        self.o_proj = Linear(config.num_attention_heads * head, hidden)
         self.q_norm = RMSNorm(head, config.rms_norm_eps)
         self.k_norm = RMSNorm(head, config.rms_norm_eps)
 
     def key_value(self, x_TH: Tensor, rope: KeyValue) -> KeyValue:
         """Rotated keys and values [T, m, d] of context or block tokens."""
-        key_Tmd = self.k_norm(self.k_proj(x_TH).unflatten(-1, (-1, self.head_dim)))
-        value_Tmd = self.v_proj(x_TH).unflatten(-1, (-1, self.head_dim))
-        return rotate(key_Tmd, rope), value_Tmd
+        key_Tmd, value_Tmd = (
+            project(x_TH).unflatten(-1, (-1, self.head_dim)) for project in (self.k_proj, self.v_proj)
+        )
+        return self.k_norm.rotated(key_Tmd, rope), value_Tmd
 
     def forward(self, x_QH: Tensor, rope: KeyValue, context: KeyValue, mask: Mask) -> Tensor:
         """[Q, H] attention output of the block tokens."""
-        query_Qnd = rotate(self.q_norm(self.q_proj(x_QH).unflatten(-1, (-1, self.head_dim))), rope)
+        query_Qnd = self.q_norm.rotated(self.q_proj(x_QH).unflatten(-1, (-1, self.head_dim)), rope)
         key_Qmd, value_Qmd = self.key_value(x_QH, rope)
         key_Smd = torch.cat([context[0], key_Qmd])
         value_Smd = torch.cat([context[1], value_Qmd])
@@ -73,13 +79,13 @@ class MLP(nn.Module):
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.gate_proj = Linear(config.hidden_size, config.intermediate_size)
+        self.up_proj = Linear(config.hidden_size, config.intermediate_size)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., H] output for [..., H]."""
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return gated_product(self.gate_proj(x), self.up_proj(x), self.down_proj)
 
 
 class Layer(nn.Module):
@@ -109,7 +115,7 @@ class DFlashDrafter(nn.Module):
         super().__init__()
         self.config = config
         self.attention: Literal["dense", "flex"] = attention
-        self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
+        self.fc = Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size)
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -157,9 +163,10 @@ class DFlashDrafter(nn.Module):
         rope = rope_tables(positions_T, self.config, self.fc.weight.dtype)
         return [layer.self_attn.key_value(context_TH, rope) for layer in self._layers()]
 
-    def masks(self, anchors_A: Tensor, keep_A: Tensor, documents_T: Tensor) -> list[Mask]:
-        """One mask a layer for blocks at `anchors_A` of a pack whose tokens belong to `documents_T` (-1: padding)."""
-        layout = BlockLayout(self.config.block_size, anchors_A, keep_A, documents_T[anchors_A], documents_T)
+    def masks(self, blocks: BlockTensors, context: int) -> list[Mask]:
+        """One mask a layer for blocks of a pack of `context` tokens, with its padding."""
+        starts_A = blocks.anchors_A - blocks.positions_AB[:, 0]
+        layout = BlockLayout(self.config.block_size, blocks.anchors_A, blocks.keep_A, starts_A, context)
         return build_masks(self.config, self.attention, layout)
 
     def blocks(
@@ -186,13 +193,6 @@ def rope_tables(positions_P: Tensor, config: DrafterConfig, dtype: torch.dtype) 
     half = torch.arange(0, config.head_dim, 2, device=positions_P.device, dtype=dtype)
     angles = positions_P.to(dtype)[..., None] * config.rope_theta ** (-half / config.head_dim)
     return angles.cos(), angles.sin()
-
-
-def rotate(x_Pnd: Tensor, rope: KeyValue) -> Tensor:
-    """`x` with the two halves of every head rotated against each other, in its own dtype."""
-    cos, sin = rope[0][..., None, :], rope[1][..., None, :]
-    first, second = x_Pnd.to(cos.dtype).chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x_Pnd.dtype)
 
 
 def _attend(query_Qnd: Tensor, key_Smd: Tensor, value_Smd: Tensor, mask: Mask) -> Tensor:

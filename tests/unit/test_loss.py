@@ -42,7 +42,7 @@ class Batch:
 
     def sums(self, drafter, chunk=3, blocks=None, objective=TOKENS):
         blocks = blocks or self.blocks
-        inputs = (self.features, self.positions, self.numbers, blocks, chunk)
+        inputs = (self.features, self.positions, blocks, chunk)
         return block_sums(drafter, self.ends, *inputs, objective, self.last if objective.needs_last_state else None)
 
 
@@ -134,7 +134,7 @@ def test_kl_to_a_target_that_the_drafter_equals_is_zero():
     batch, drafter = Batch(config), random_drafter(config).double()
     with torch.no_grad():
         context = drafter.context(batch.features, batch.positions)
-        masks = drafter.masks(batch.blocks.anchors_A, batch.blocks.keep_A, batch.numbers)
+        masks = drafter.masks(batch.blocks, len(batch.positions))
         hidden = drafter.blocks(batch.ends.embed(batch.blocks.ids_AB), batch.blocks.positions_AB, context, masks)
     first = batch.blocks.anchors_A[:1]
     batch.last[first.item() : first.item() + config.block_size - 1] = hidden[0, 1:]
@@ -150,7 +150,7 @@ def test_outcomes_of_offsets_add_up_to_the_sums(objective):
     config = small_config()
     batch, drafter = Batch(config), random_drafter(config).double()
     last = batch.last if objective.needs_last_state else None
-    inputs = (batch.features, batch.positions, batch.numbers, batch.blocks, 3)
+    inputs = (batch.features, batch.positions, batch.blocks, 3)
     outcomes = offset_outcomes(drafter, batch.ends, *inputs, objective, last)
     valid, weights = batch.blocks.valid_AB[:, 1:], batch.blocks.weights_AB[:, 1:]
     sums = dict(zip(SUMS, batch.sums(drafter, objective=objective).tolist(), strict=True))
@@ -187,7 +187,7 @@ def test_blocks_in_groups_give_the_same_sums_and_gradients(group, objective):
     calls = {}
     for name, parameter in drafter.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda p, name=name: calls.update({name: calls.get(name, 0) + 1}))
-    inputs = (batch.features, batch.positions, batch.numbers, batch.blocks, group, 2, objective)
+    inputs = (batch.features, batch.positions, batch.blocks, group, 2, objective)
     sums = backward_in_groups(drafter, batch.ends, *inputs, batch.last if objective.needs_last_state else None)
     torch.testing.assert_close(sums, expected.detach(), rtol=1e-12, atol=0)
     for (name, ours), theirs in zip(drafter.named_parameters(), whole.parameters(), strict=True):
@@ -204,7 +204,7 @@ def test_accepted_counts_the_leading_correct_run_alone():
     keep = int(batch.blocks.keep_A.sum())
     with torch.no_grad():
         context = drafter.context(batch.features, batch.positions)
-        masks = drafter.masks(batch.blocks.anchors_A, batch.blocks.keep_A, batch.numbers)
+        masks = drafter.masks(batch.blocks, len(batch.positions))
         hidden = drafter.blocks(batch.ends.embed(batch.blocks.ids_AB), batch.blocks.positions_AB, context, masks)
         best = batch.ends.logits(hidden.flatten(0, 1)).argmax(-1).view(-1, config.block_size)
     labels = best.clone()

@@ -20,8 +20,8 @@ SHAPES = {
 
 
 def layout() -> BlockLayout:
-    anchors, documents = torch.tensor(ANCHORS), torch.tensor(DOCUMENTS)
-    return BlockLayout(4, anchors, torch.tensor(KEEP), documents[anchors], documents)
+    starts = [DOCUMENTS.index(DOCUMENTS[anchor]) for anchor in ANCHORS]
+    return BlockLayout(4, *map(torch.tensor, (ANCHORS, KEEP, starts)), len(DOCUMENTS))
 
 
 @pytest.mark.parametrize("shape", SHAPES)

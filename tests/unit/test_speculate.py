@@ -197,7 +197,7 @@ def test_training_logits_of_every_anchor_equal_those_of_cached_decoding(tmp_path
     numbers = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
     compared = 0
     with torch.no_grad():
-        masks = drafter.masks(blocks.anchors_A, blocks.keep_A, numbers)
+        masks = drafter.masks(blocks, len(numbers))
         embeddings, context = ends.embed(blocks.ids_AB), drafter.context(features, positions)
         hidden = drafter.blocks(embeddings, blocks.positions_AB, context, masks)
         trained = {
