@@ -19,19 +19,10 @@ from torch import Tensor, nn
 
 from dflash_dist.config import TargetConfig
 from dflash_dist.errors import UserError
+from dflash_dist.target.attention import checking_windows, use_own_attention
 from dflash_dist.target.load import check_longest, load_taps
-from dflash_dist.target.packed import (
-    NotPackableError,
-    Pack,
-    checking_windows,
-    fla_missing,
-    has_own_mixers,
-    running,
-    to_device,
-    tune_delta_rule,
-    use_own_attention,
-    use_own_mixers,
-)
+from dflash_dist.target.mixers import fla_missing, has_own_mixers, tune_delta_rule, use_own_mixers
+from dflash_dist.target.packed import NotPackableError, Pack, running, to_device
 from dflash_dist.target.packing import RowGroup, one_row, row_groups
 from dflash_dist.wire import WireFormat
 
