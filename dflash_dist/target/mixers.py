@@ -60,7 +60,7 @@ def use_own_mixers(decoder: Any) -> None:
 
 
 def tune_delta_rule(decoder: Any, lengths_N: np.ndarray, device: torch.device) -> None:
-    """Runs the decoder's delta rule on random documents of these lengths, as a pack and as one row."""
+    """Runs the decoder's delta rule on random documents of these lengths."""
     config, dtype = decoder.config, next(decoder.parameters()).dtype
     keys = config.linear_num_key_heads, config.linear_key_head_dim
     values = config.linear_num_value_heads, config.linear_value_head_dim
@@ -69,9 +69,8 @@ def tune_delta_rule(decoder: Any, lengths_N: np.ndarray, device: torch.device) -
         torch.rand(1, tokens, *shape, dtype=dtype, device=device) for shape in (keys, keys, values)
     )
     g_1TH, beta_1TH = -torch.rand(1, tokens, values[0], device=device), value_1THD[..., 0].contiguous()
-    for pack in (Pack.of(lengths_N, device), None):
-        with torch.no_grad(), running(decoder, pack):
-            _delta_rule(query_1TKD, key_1TKD, value_1THD, g_1TH, beta_1TH, use_qk_l2norm_in_kernel=True)
+    with torch.no_grad(), running(decoder, Pack.of(lengths_N, device)):
+        _delta_rule(query_1TKD, key_1TKD, value_1THD, g_1TH, beta_1TH, use_qk_l2norm_in_kernel=True)
 
 
 @functools.cache
@@ -145,16 +144,18 @@ def packed_delta_rule(
 
     Queries and keys are of norm 1, and may have fewer heads than the values. All are contiguous.
     """
-    pack = current.pack
+    shape, pack = value_BTHD.shape, current.pack or current.rows
+    inputs = [query_BTKD, key_BTKD, value_BTHD, g_BTH, beta_BTH]
+    if pack is not None:
+        inputs = [x.flatten(0, 1)[None] for x in inputs]
     if value_BTHD.is_cuda and current.fla:
         bounds = {} if pack is None else {"cu_seqlens": pack.offsets_P, "chunk_indices": pack.chunks_C2}
-        return _fla()(query_BTKD, key_BTKD, value_BTHD, g_BTH, beta_BTH, **bounds)[0]
-    heads = value_BTHD.shape[2] // query_BTKD.shape[2]
-    query_BTHD, key_BTHD = (x.repeat_interleave(heads, dim=2) for x in (query_BTKD, key_BTKD))
-    inputs = (query_BTHD, key_BTHD, value_BTHD, g_BTH, beta_BTH)
+        return _fla()(*inputs, **bounds)[0].view(shape)
+    inputs[:2] = (x.repeat_interleave(shape[2] // x.shape[2], dim=2) for x in inputs[:2])
     parts = [inputs] if pack is None else zip(*(x.split(pack.lengths, dim=1) for x in inputs), strict=True)
     reference = _theirs[DELTA_RULE]
-    return torch.cat([reference(q, k, v, g=g, beta=beta)[0] for q, k, v, g, beta in parts], dim=1).contiguous()
+    out_BTHD = torch.cat([reference(q, k, v, g=g, beta=beta)[0] for q, k, v, g, beta in parts], dim=1)
+    return out_BTHD.contiguous().view(shape)
 
 
 @packed_delta_rule.register_fake

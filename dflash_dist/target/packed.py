@@ -66,6 +66,8 @@ class _Running:
 
     active: bool = False
     pack: Pack | None = None
+    rows: Pack | None = None
+    """Where there is no pack: the rows, padding included, as the documents of one row."""
     key_heads: int = 0
     """Of the delta rule. Up to transformers 5.17 queries and keys come repeated for the heads of the values."""
     fla: bool = False
@@ -76,14 +78,18 @@ current = _Running()
 
 
 @contextlib.contextmanager
-def running(decoder: Any, pack: Pack | None) -> Iterator[None]:
-    """Within it, the decoder's mixers are this project's, for the documents of `pack`; None: one to a row."""
-    current.active, current.pack = True, pack
+def running(decoder: Any, pack: Pack | None, rows: Pack | None = None) -> Iterator[None]:
+    """Within it, the decoder's mixers are this project's, for the documents of `pack`; None: one to a row.
+
+    `rows`: those rows, padding included, as documents that the delta rule takes in one row. fla tunes a kernel anew for
+    each number of rows, but not of documents.
+    """
+    current.active, current.pack, current.rows = True, pack, rows
     current.key_heads = getattr(decoder.config, "linear_num_key_heads", 0)
     try:
         yield
     finally:
-        current.active, current.pack = False, None
+        current.active, current.pack, current.rows = False, None, None
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:

@@ -252,6 +252,32 @@ def test_the_ops_tell_the_compiler_the_truth(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", HYBRIDS)
+def test_rows_are_documents_of_one_row_to_the_delta_rule(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a GPU is given them, whose kernels are then those of a pack, for any number of rows."""
+    folder = make_target(kind, tmp_path)
+    forward = TargetForward(folder, TargetConfig(model=str(folder), dtype="float32"), tuple(TAPS), CPU, layout="rows")
+    rule, shapes = mixers._theirs[mixers.DELTA_RULE], []
+
+    def spy(query: torch.Tensor, *inputs: torch.Tensor, **named: torch.Tensor) -> Any:
+        shapes.append(query.shape[:2])
+        return rule(query, *inputs, **named)
+
+    monkeypatch.setitem(mixers._theirs, mixers.DELTA_RULE, spy)
+    lengths_N = np.array([90, 85, 3])  # rows of two lengths
+    tokens_T = torch.arange(178)
+    states_TF = []
+    for by_fla in (False, True):
+        monkeypatch.setattr(forward, "_by_fla", by_fla)
+        shapes.clear()
+        states_TF.append(torch.empty(178, forward.features))
+        forward.capture(tokens_T, lengths_N, states_TF[-1])
+        assert set(shapes) == ({(1, 90), (1, 3)} if by_fla else {(2, 90), (1, 3)})
+    torch.testing.assert_close(*states_TF, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", HYBRIDS)
 def test_the_delta_rule_is_tuned_on_what_it_will_be_given(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -271,7 +297,7 @@ def test_the_delta_rule_is_tuned_on_what_it_will_be_given(
     tuned = seen.copy()
     seen.clear()
     forward.capture(torch.arange(9), np.array([4, 5]), torch.empty(9, forward.features, dtype=torch.bfloat16))
-    assert len(tuned) == 2 and seen and all(x == tuned[0] for x in tuned + seen)
+    assert len(tuned) == 1 and seen and all(x == tuned[0] for x in tuned + seen)
 
 
 def test_a_warm_up_that_memory_does_not_hold_is_shortened(tmp_path: Path) -> None:
