@@ -101,7 +101,7 @@ def never_packed(
 
     `capability`: of the GPU. It is what `use_own_attention` and `TargetForward` refuse, as far as the config tells it.
     """
-    from dflash_dist.target.packed import LAYER_TYPES
+    from dflash_dist.target.attention import LAYER_TYPES
 
     if (cap := facts.text.get("attn_logit_softcapping")) is not None:
         return f"packed attention has no soft cap, and the target's has one (attn_logit_softcapping {cap})", ""
@@ -195,7 +195,7 @@ def _hybrid(
 
 def has_own_mixers(modelling: ModuleType | None) -> bool:
     """Whether target ranks call this project's delta rule, which is fla's, and convolution in place of the model's."""
-    from dflash_dist.target.packed import is_own
+    from dflash_dist.target.mixers import is_own
 
     return modelling is not None and is_own(modelling)
 
