@@ -2,8 +2,10 @@
 
     python benchmarks/bench_drafter.py [SHAPE] [--case ROWSxTOKENS ...] [--packed TOKENS] [--peer] [--json FILE]
         [--trace FOLDER]
+    torchrun --nproc-per-node 2 benchmarks/bench_drafter.py [SHAPE] [--case ROWSxTOKENS ...]
 
-A step is forward, backward and optimizer. A line for each: milliseconds (the median of five behind three), anchors a
+A step is forward, backward and optimizer. Under torchrun each line is followed by one for ranks that sum their
+gradients. A line for each: milliseconds (the median of five behind three), anchors a
 second, peak memory, and the host's time until the step is queued, over the whole.
 """
 
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import time
 import warnings
@@ -20,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from bench_target import GIB, chat_lengths
 
 from dflash_dist.config import TrainConfig
@@ -95,8 +99,8 @@ class Batch:
         )  # fmt: skip
 
 
-def ours(batch: Batch, group: int) -> tuple[Callable[[], torch.Tensor], Any]:
-    """A step of this project's drafter, which returns its loss."""
+def ours(batch: Batch, group: int, ranks: dist.ProcessGroup | None = None) -> tuple[Callable[[], torch.Tensor], Any]:
+    """A step of this project's drafter, which returns its loss; `ranks`: who sum their gradients."""
     device = batch.device
     with torch.device("meta"):
         model = DFlashDrafter(batch.shape, attention="flex" if device == "cuda" else "dense")
@@ -104,17 +108,19 @@ def ours(batch: Batch, group: int) -> tuple[Callable[[], torch.Tensor], Any]:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(0, 0.02) if parameter.dim() > 1 else parameter.fill_(1)
-    optimizer = Optimizer(model, TrainConfig(), 1000, None)
+    optimizer = Optimizer(model, TrainConfig(), 1000, ranks)
     blocks = batch.blocks.to(device)
     last_TH = batch.last_TH if batch.objective.needs_last_state else None
 
     def step() -> torch.Tensor:
         optimizer.zero_grad()
-        sums = backward_in_groups(
-            model, batch.ends, batch.features_TF, batch.positions_T, blocks, group, HEAD_CHUNK_BLOCKS,
-            batch.objective, last_TH,
-            forward=lambda: torch.autocast(device, torch.bfloat16, enabled=device == "cuda"),
-        )  # fmt: skip
+        with optimizer.overlap(last=True):
+            sums = backward_in_groups(
+                model, batch.ends, batch.features_TF, batch.positions_T, blocks, group, HEAD_CHUNK_BLOCKS,
+                batch.objective, last_TH,
+                forward=lambda: torch.autocast(device, torch.bfloat16, enabled=device == "cuda"),
+            )  # fmt: skip
+        optimizer.reduce()
         optimizer.step(100, sums[None], sums[1])
         return sums[0] / sums[1]
 
@@ -164,6 +170,7 @@ def measure(
 ) -> dict[str, float]:
     """Runs the step, prints a line and returns its figures; `trace`: a folder for a table of one step's kernels."""
     step, _ = made
+    lead = not dist.is_initialized() or dist.get_rank() == 0
     cuda = batch.device == "cuda"
     wait = torch.cuda.synchronize if cuda else lambda: None
     try:
@@ -174,6 +181,8 @@ def measure(
             torch.cuda.reset_peak_memory_stats()
         whole_s, host_s = [], []
         for _ in range(REPEATS):
+            if dist.is_initialized():
+                dist.barrier()
             began_s = time.perf_counter()
             step()
             host_s.append(time.perf_counter() - began_s)
@@ -192,7 +201,8 @@ def measure(
         (trace / f"{name.replace(', ', '-').replace(' ', '-')}.txt").write_text(table)
     anchors_s = int(batch.blocks.keep_A.sum()) / seconds
     values = (1e3 * seconds, anchors_s, peak_gib, statistics.median(host_s) / seconds, float(loss))
-    print(f"{name:<32} " + " ".join(f"{value:>12.4g}" for value in values), flush=True)
+    if lead:
+        print(f"{name:<32} " + " ".join(f"{value:>12.4g}" for value in values), flush=True)
     return dict(zip(COLUMNS, values, strict=True))
 
 
@@ -210,6 +220,12 @@ def main() -> None:
     parser.add_argument("--trace", type=Path, help="a folder for tables of the kernels")
     options = parser.parse_args()
     shape, device = shapes()[options.shape], "cuda" if torch.cuda.is_available() else "cpu"
+    ranks = None
+    if "RANK" in os.environ:
+        if device == "cuda":
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group()
+        ranks = dist.group.WORLD
     objective = Objective(options.objective)
     print(f"{options.shape}, {options.objective}, {device}\n{'':<32} " + " ".join(f"{c:>12}" for c in COLUMNS))
     lines = {}
@@ -219,12 +235,16 @@ def main() -> None:
         batch = Batch(shape, np.full(rows, length), anchors, objective, device)
         batch.spread_anchors(options.row_anchors)
         lines[case] = measure(f"{case}, {anchors} anchors", batch, ours(batch, options.group), options.trace)
+        if ranks is not None:
+            lines[f"{case} summed"] = measure(f"{case}, summed over ranks", batch, ours(batch, options.group, ranks))
         if options.peer and options.objective == "tokens":
             lines[f"{case} peer"] = measure(f"{case}, SpecForge", batch, peers(batch, rows))
     if options.packed:
         batch = Batch(shape, chat_lengths(options.packed), options.anchors, objective, device)
         name = f"packed {options.packed:,}, {int(batch.blocks.keep_A.sum()):,} anchors"
         lines["packed"] = measure(name, batch, ours(batch, options.group), options.trace)
+    if ranks is not None:
+        dist.destroy_process_group()
     if options.json:
         options.json.write_text(json.dumps(lines, indent=2))
 

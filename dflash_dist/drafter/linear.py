@@ -17,21 +17,31 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dflash_dist.drafter.fused import swiglu, swiglu_backward
+from dflash_dist.drafter.fused import RMSNorm, rms_norm, rms_norm_backward, swiglu, swiglu_backward_
 
 
-class Linear(nn.Linear):
+class Linear(nn.Module):
     """A product without bias, in the type of autocast where that is on, else in the weight's own."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__(inputs, outputs, bias=False)
+        super().__init__()
+        self.in_features = inputs
+        self.weight = nn.Parameter(torch.empty(outputs, inputs))  # drawn or loaded by the whole model
         self._keep_cast = False
         self._cast: Tensor | None = None
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., O] for [..., I]."""
-        weight_OI = self.cast_weight()
-        return _Product.apply(x.to(weight_OI.dtype), self.weight, weight_OI)
+    def forward(self, x: Tensor, norm: RMSNorm | None = None, *others: Linear) -> Any:
+        """[..., O] for [..., I].
+
+        With a norm: a tuple of it and those of `others`, all of the normed `x`, of which `x` alone is kept for the
+        backward pass. So a layer's first product is called for all of them; FSDP gathers weights where it is called.
+        """
+        if norm is None:
+            weight_OI = self.cast_weight()
+            return _Product.apply(x.to(weight_OI.dtype), self.weight, weight_OI)
+        products = (self, *others)
+        casts = [product.cast_weight() for product in products]
+        return _NormedProducts.apply(x, norm.weight, norm.eps, *[product.weight for product in products], *casts)
 
     def cast_weight(self) -> Tensor:
         """[O, I]: the weight in the type of the computation."""
@@ -79,6 +89,32 @@ class _Product(torch.autograd.Function):
         return gradient_x, gradient_OI, None
 
 
+class _NormedProducts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gain_I: Tensor, eps: float, *matrices: Tensor) -> tuple[Tensor, ...]:
+        count = len(matrices) // 2
+        ctx.masters, weights = matrices[:count], matrices[count:]
+        ctx.eps = eps
+        ctx.save_for_backward(x, gain_I, *weights)
+        normed = rms_norm(x, gain_I, eps).to(weights[0].dtype)
+        return tuple(F.linear(normed, weight_OI) for weight_OI in weights)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, gain_I, *weights = ctx.saved_tensors
+        first, *others = (gradient.flatten(0, -2) for gradient in gradients)
+        gradient_PI = first @ weights[0]
+        for gradient_PO, weight_OI in zip(others, weights[1:], strict=True):
+            gradient_PI.addmm_(gradient_PO, weight_OI)
+        gradient_x, gradient_gain_I, normed = rms_norm_backward(x, gain_I, ctx.eps, gradient_PI.view_as(x))
+        wants = ctx.needs_input_grad[3:]
+        returned = [
+            _add_to_gradient(master_OI, gradient, normed) if wanted else None
+            for master_OI, gradient, wanted in zip(ctx.masters, gradients, wants, strict=False)
+        ]
+        return gradient_x, gradient_gain_I, None, *returned, *[None] * len(weights)
+
+
 class _GatedProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate_PI: Tensor, up_PI: Tensor, master_OI: Tensor, weight_OI: Tensor) -> Tensor:
@@ -89,10 +125,12 @@ class _GatedProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         gate_PI, up_PI, weight_OI = ctx.saved_tensors
-        gradient_gate_PI, gradient_up_PI, product_PI = swiglu_backward(gate_PI, up_PI, gradients[0] @ weight_OI)
+        product_PI = gradients[0] @ weight_OI
+        # In place, for these are the largest of all activations, and nobody reads them again.
+        swiglu_backward_(gate_PI, up_PI, product_PI)
         wants_weight = ctx.needs_input_grad[2]
         gradient_OI = _add_to_gradient(ctx.master_OI, gradients[0], product_PI) if wants_weight else None
-        return gradient_gate_PI, gradient_up_PI, gradient_OI, None
+        return gate_PI, up_PI, gradient_OI, None
 
 
 def _add_to_gradient(master_OI: Tensor, gradient: Tensor, x: Tensor) -> Tensor | None:

@@ -19,29 +19,14 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from dflash_dist.drafter.anchors import BlockTensors
 from dflash_dist.drafter.config import DrafterConfig
-from dflash_dist.drafter.fused import norm_rotate, rms_norm
+from dflash_dist.drafter.fused import RMSNorm
 from dflash_dist.drafter.linear import Linear, gated_product
 from dflash_dist.drafter.mask import BlockLayout, Mask, build_masks
 
+FLEX_OPTIONS: Any = {"BACKEND": "TRITON"}
+"""Never the kernel for decoding, which torch takes below 128 queries and does not always have."""
 KeyValue = tuple[Tensor, Tensor]
 """Keys (normed and rotated) and values of the context in one layer, each [T, m, d]."""
-
-
-class RMSNorm(nn.Module):
-    """Root-mean-square norm over the last dimension, computed in fp32 at least, with a plain gain."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        """`x` normed and scaled, in its own dtype."""
-        return rms_norm(x, self.weight, self.eps)
-
-    def rotated(self, x_Pnd: Tensor, rope: KeyValue) -> Tensor:
-        """`x` normed in each head, then rotated by the tables of `rope_tables`, in its own dtype."""
-        return norm_rotate(x_Pnd, self.weight, self.eps, *rope)
 
 
 class Attention(nn.Module):
@@ -60,15 +45,17 @@ class Attention(nn.Module):
 
     def key_value(self, x_TH: Tensor, rope: KeyValue) -> KeyValue:
         """Rotated keys and values [T, m, d] of context or block tokens."""
-        key_Tmd, value_Tmd = (
-            project(x_TH).unflatten(-1, (-1, self.head_dim)) for project in (self.k_proj, self.v_proj)
-        )
+        return self._key_value(self.k_proj(x_TH), self.v_proj(x_TH), rope)
+
+    def _key_value(self, key_TK: Tensor, value_TK: Tensor, rope: KeyValue) -> KeyValue:
+        key_Tmd, value_Tmd = (x_TK.unflatten(-1, (-1, self.head_dim)) for x_TK in (key_TK, value_TK))
         return self.k_norm.rotated(key_Tmd, rope), value_Tmd
 
-    def forward(self, x_QH: Tensor, rope: KeyValue, context: KeyValue, mask: Mask) -> Tensor:
-        """[Q, H] attention output of the block tokens."""
-        query_Qnd = self.q_norm.rotated(self.q_proj(x_QH).unflatten(-1, (-1, self.head_dim)), rope)
-        key_Qmd, value_Qmd = self.key_value(x_QH, rope)
+    def forward(self, x_QH: Tensor, norm: RMSNorm, rope: KeyValue, context: KeyValue, mask: Mask) -> Tensor:
+        """[Q, H] attention output of the block tokens, whose states are still to be normed."""
+        query_QK, key_QK, value_QK = self.q_proj(x_QH, norm, self.k_proj, self.v_proj)
+        query_Qnd = self.q_norm.rotated(query_QK.unflatten(-1, (-1, self.head_dim)), rope)
+        key_Qmd, value_Qmd = self._key_value(key_QK, value_QK, rope)
         key_Smd = torch.cat([context[0], key_Qmd])
         value_Smd = torch.cat([context[1], value_Qmd])
         return self.o_proj(_attend(query_Qnd, key_Smd, value_Smd, mask).flatten(1))
@@ -83,9 +70,10 @@ class MLP(nn.Module):
         self.up_proj = Linear(config.hidden_size, config.intermediate_size)
         self.down_proj = Linear(config.intermediate_size, config.hidden_size)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., H] output for [..., H]."""
-        return gated_product(self.gate_proj(x), self.up_proj(x), self.down_proj)
+    def forward(self, x: Tensor, norm: RMSNorm) -> Tensor:
+        """[..., H] output for [..., H], which is still to be normed."""
+        gate, up = self.gate_proj(x, norm, self.up_proj)
+        return gated_product(gate, up, self.down_proj)
 
 
 class Layer(nn.Module):
@@ -100,8 +88,8 @@ class Layer(nn.Module):
 
     def forward(self, hidden_QH: Tensor, rope: KeyValue, context: KeyValue, mask: Mask) -> Tensor:
         """[Q, H] residual stream after the layer."""
-        hidden_QH = hidden_QH + self.self_attn(self.input_layernorm(hidden_QH), rope, context, mask)
-        return hidden_QH + self.mlp(self.post_attention_layernorm(hidden_QH))
+        hidden_QH = hidden_QH + self.self_attn(hidden_QH, self.input_layernorm, rope, context, mask)
+        return hidden_QH + self.mlp(hidden_QH, self.post_attention_layernorm)
 
 
 class DFlashDrafter(nn.Module):
@@ -199,7 +187,9 @@ def _attend(query_Qnd: Tensor, key_Smd: Tensor, value_Smd: Tensor, mask: Mask) -
     """[Q, n, d] attention; queries that see nothing get zeros."""
     query, key, value = (x.transpose(0, 1)[None] for x in (query_Qnd, key_Smd, value_Smd))
     if isinstance(mask, BlockMask):
-        return _flex_attention(query.is_cuda)(query, key, value, block_mask=mask, enable_gqa=True)[0].transpose(0, 1)
+        flex = _flex_attention(query.is_cuda)
+        out = flex(query, key, value, block_mask=mask, enable_gqa=True, kernel_options=FLEX_OPTIONS)
+        return out[0].transpose(0, 1)
     visible_QS = None if mask is None else mask.visible_QS
     out_Qnd = F.scaled_dot_product_attention(query, key, value, visible_QS, enable_gqa=True)[0].transpose(0, 1)
     return out_Qnd if mask is None else out_Qnd.masked_fill(mask.padding_Q[:, None, None], 0.0)

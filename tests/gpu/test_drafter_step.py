@@ -57,14 +57,20 @@ def ends_of(device: str, dtype: torch.dtype) -> TargetEnds:
     return TargetEnds(embedding, 0.1 * head_VH.to(device, dtype), None)
 
 
+def autograds_product(first: nn.Linear, x: Tensor, norm: nn.Module | None = None, *others: nn.Linear) -> Any:
+    if norm is None:
+        return F.linear(x, first.weight)
+    return [F.linear(norm(x), product.weight) for product in (first, *others)]
+
+
 @contextlib.contextmanager
 def plain(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Autograd and autocast alone: no kernel and no compiler."""
     with monkeypatch.context() as patch:
-        patch.setattr(linear.Linear, "forward", nn.Linear.forward)
+        patch.setattr(linear.Linear, "forward", autograds_product)
         patch.setattr(model, "gated_product", lambda gate, up, down: down(F.silu(gate) * up))
         for name in ("rms_norm", "norm_rotate"):
-            patch.setattr(model, name, getattr(fused, name).__wrapped__)
+            patch.setattr(fused, name, getattr(fused, name).__wrapped__)
         patch.setattr(head, "_operations", lambda hidden: head_reference)
         yield
 
