@@ -74,8 +74,8 @@ def block_sums(
     norm, for the objectives that need them.
     """
     masks = model.masks(blocks, len(positions_T))
-    hidden_ABH = model(features_TF, positions_T, ends.embed(blocks.ids_AB), blocks.positions_AB, masks)
-    return head_sums(hidden_ABH, Head(ends, objective.kind, last_TH), blocks, chunk, objective)
+    hidden_AMH = model(features_TF, positions_T, ends.embed(blocks.ids_AB), blocks.positions_AB, masks)
+    return head_sums(hidden_AMH, Head(ends, objective.kind, last_TH), blocks, chunk, objective)
 
 
 def backward_in_groups(
@@ -108,8 +108,8 @@ def backward_in_groups(
 
     def sums_of(context: Sequence[KeyValue], part: BlockTensors) -> Tensor:
         masks = model.masks(part, len(positions_T))
-        hidden_ABH = model.blocks(ends.embed(part.ids_AB), part.positions_AB, context, masks)
-        return head_sums(hidden_ABH, head, part, chunk, objective)
+        hidden_AMH = model.blocks(ends.embed(part.ids_AB), part.positions_AB, context, masks)
+        return head_sums(hidden_AMH, head, part, chunk, objective)
 
     with casting_once(model):
         with forward():
@@ -135,27 +135,26 @@ def backward_in_groups(
     return torch.stack([*total, sums.detach()]).sum(0)
 
 
-def head_sums(hidden_ABH: Tensor, head: Head, blocks: BlockTensors, chunk: int, objective: Objective) -> Tensor:
+def head_sums(hidden_AMH: Tensor, head: Head, blocks: BlockTensors, chunk: int, objective: Objective) -> Tensor:
     """`block_sums` from the drafter's output."""
-    wants_gradient = hidden_ABH.requires_grad
-    gradient_ABH = torch.zeros_like(hidden_ABH) if wants_gradient else None
+    gradient_AMH = torch.empty_like(hidden_AMH) if hidden_AMH.requires_grad else None
     sums = []
     with torch.no_grad():
         for begin in range(0, len(blocks.anchors_A), chunk):
             part = slice(begin, begin + chunk)
-            hidden_CMH, labels_CM, valid_CM, weights_CM = (
-                x_AB[part, 1:] for x_AB in (hidden_ABH, blocks.labels_AB, blocks.valid_AB, blocks.weights_AB)
+            labels_CM, valid_CM, weights_CM = (
+                x_AB[part, 1:] for x_AB in (blocks.labels_AB, blocks.valid_AB, blocks.weights_AB)
             )
             weigh = functools.partial(_weights, objective, valid_CM, weights_CM)
             outcome, gradient_CMH = head.outcome(
-                hidden_CMH, blocks.anchors_A[part], labels_CM, weigh if wants_gradient else None
+                hidden_AMH[part], blocks.anchors_A[part], labels_CM, None if gradient_AMH is None else weigh
             )
             sums.append(_sums(outcome, valid_CM, weigh(outcome.likelihood_CM), objective))
-            if gradient_ABH is not None and gradient_CMH is not None:
-                gradient_ABH[part, 1:] = gradient_CMH
+            if gradient_AMH is not None and gradient_CMH is not None:
+                gradient_AMH[part] = gradient_CMH
         total = torch.stack(sums).sum(0)
         total = torch.cat([total, blocks.keep_A.sum().to(total.dtype)[None]])
-    return total if gradient_ABH is None else WithGradient.apply(hidden_ABH, total, gradient_ABH)
+    return total if gradient_AMH is None else WithGradient.apply(hidden_AMH, total, gradient_AMH)
 
 
 @torch.no_grad()
@@ -171,9 +170,9 @@ def offset_outcomes(
 ) -> Outcome:
     """The outcome of every offset by itself, computed as `block_sums` does; to look at, not to train on."""
     masks = model.masks(blocks, len(positions_T))
-    hidden_ABH = model(features_TF, positions_T, ends.embed(blocks.ids_AB), blocks.positions_AB, masks)
+    hidden_AMH = model(features_TF, positions_T, ends.embed(blocks.ids_AB), blocks.positions_AB, masks)
     head = Head(ends, objective.kind, last_TH)
-    chunks = zip(*(x.split(chunk) for x in (hidden_ABH[:, 1:], blocks.anchors_A, blocks.labels_AB[:, 1:])), strict=True)
+    chunks = zip(*(x.split(chunk) for x in (hidden_AMH, blocks.anchors_A, blocks.labels_AB[:, 1:])), strict=True)
     outcomes = [head.outcome(*parts)[0] for parts in chunks]
     return Outcome(*(torch.cat(parts) for parts in zip(*outcomes, strict=True)))
 

@@ -93,7 +93,7 @@ class Optimizer:
         from dflash_dist.train.adamw_kernel import adamw_  # here, as there may be no Triton where there is no GPU
 
         states = [self._adamw.state[master] for master in self._gradients.masters]
-        torch._foreach_add_([state["step"] for state in states], 1 - skip)
+        torch._foreach_add_([state["step"] for state in states], [1 - skip] * len(states))
         adamw_(
             self._gradients.masters,
             [state["exp_avg"] for state in states],

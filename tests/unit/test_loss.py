@@ -137,7 +137,7 @@ def test_kl_to_a_target_that_the_drafter_equals_is_zero():
         masks = drafter.masks(batch.blocks, len(batch.positions))
         hidden = drafter.blocks(batch.ends.embed(batch.blocks.ids_AB), batch.blocks.positions_AB, context, masks)
     first = batch.blocks.anchors_A[:1]
-    batch.last[first.item() : first.item() + config.block_size - 1] = hidden[0, 1:]
+    batch.last[first.item() : first.item() + config.block_size - 1] = hidden[0]
     alone = type(batch.blocks)(*(x[:1] for x in batch.blocks))
     sums = dict(zip(SUMS, batch.sums(drafter, blocks=alone, objective=Objective("kl")).tolist(), strict=True))
     assert sums["valid"] > 0
@@ -206,8 +206,8 @@ def test_accepted_counts_the_leading_correct_run_alone():
         context = drafter.context(batch.features, batch.positions)
         masks = drafter.masks(batch.blocks, len(batch.positions))
         hidden = drafter.blocks(batch.ends.embed(batch.blocks.ids_AB), batch.blocks.positions_AB, context, masks)
-        best = batch.ends.logits(hidden.flatten(0, 1)).argmax(-1).view(-1, config.block_size)
-    labels = best.clone()
+        best = batch.ends.logits(hidden.flatten(0, 1)).argmax(-1).view(-1, config.block_size - 1)
+    labels = torch.nn.functional.pad(best, (1, 0))
     valid = torch.ones_like(batch.blocks.valid_AB) & batch.blocks.keep_A[:, None]
     valid[:, 0] = False
     labels[0, 1] += 1  # wrong from the start: nothing accepted though offsets 2 and 3 are right
