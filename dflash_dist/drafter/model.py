@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.utils.checkpoint import checkpoint
 
 from dflash_dist.drafter.anchors import BlockTensors
 from dflash_dist.drafter.config import DrafterConfig
@@ -114,6 +115,8 @@ class DFlashDrafter(nn.Module):
         super().__init__()
         self.config = config
         self.attention: Literal["dense", "flex"] = attention
+        self.activation_checkpointing = False
+        """Whether layers are run again for their gradients, instead of keeping what lies between."""
         self.fc = Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size)
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
@@ -177,13 +180,15 @@ class DFlashDrafter(nn.Module):
         """
         hidden_QH = embeddings_ABH.to(self._input_dtype(embeddings_ABH)).flatten(0, 1)
         rope = rope_tables(positions_AB.flatten(), self.config, self.fc.weight.dtype)
-        for layer, key_value, mask in zip(self._layers()[:-1], context[:-1], masks[:-1], strict=True):
-            hidden_QH = layer(hidden_QH, rope, key_value, mask, _all)
         # Of the last layer the anchors' output would not be read, only their keys and values.
-        hidden = self._layers()[-1](
-            hidden_QH, rope, context[-1], masks[-1], functools.partial(_masked, embeddings_ABH.shape[1])
-        )
-        return self.norm(hidden.unflatten(0, (len(embeddings_ABH), -1)))  # no view: FSDP hooks the output
+        wanted: list[Wanted] = [_all] * len(self.layers)
+        wanted[-1] = functools.partial(_masked, embeddings_ABH.shape[1])
+        for layer, *inputs in zip(self._layers(), context, masks, wanted, strict=True):
+            if self.activation_checkpointing and torch.is_grad_enabled():
+                hidden_QH = checkpoint(layer, hidden_QH, rope, *inputs, use_reentrant=False)
+            else:
+                hidden_QH = layer(hidden_QH, rope, *inputs)
+        return self.norm(hidden_QH.unflatten(0, (len(embeddings_ABH), -1)))  # no view: FSDP hooks the output
 
     def _layers(self) -> list[Layer]:
         return [cast(Layer, layer) for layer in self.layers]

@@ -177,10 +177,12 @@ def test_chunk_size_changes_neither_loss_nor_gradients():
 
 @pytest.mark.parametrize("objective", [TOKENS, Objective("kl", "dpace")], ids=lambda o: f"{o.kind}-{o.weights}")
 @pytest.mark.parametrize("group", [1, 3, 100])
-def test_blocks_in_groups_give_the_same_sums_and_gradients(group, objective):
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_blocks_in_groups_give_the_same_sums_and_gradients(group, objective, checkpointing):
     """Each parameter gets its gradient of the last group and of the context from one backward call."""
     config = small_config()
     drafter, whole = random_drafter(config).double(), random_drafter(config).double()
+    drafter.activation_checkpointing = checkpointing
     batch = Batch(config)
     expected = batch.sums(whole, objective=objective)
     expected[0].backward()
@@ -195,6 +197,24 @@ def test_blocks_in_groups_give_the_same_sums_and_gradients(group, objective):
     groups = -(-len(batch.blocks.anchors_A) // group)
     of_context_alone = {"fc.weight", "hidden_norm.weight"}
     assert calls == {name: 1 if name in of_context_alone else groups for name, _ in drafter.named_parameters()}
+
+
+def test_checkpointed_layers_keep_their_inputs_alone():
+    batch, drafter = Batch(small_config()), random_drafter(small_config()).double()
+    kept = {}
+    for checkpointing in (False, True):
+        drafter.activation_checkpointing = checkpointing
+        storages = {}
+
+        def keep(tensor, storages=storages):
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            batch.sums(drafter)
+        weights = {p.untyped_storage().data_ptr() for p in drafter.parameters()}
+        kept[checkpointing] = sum(size for place, size in storages.items() if place not in weights)
+    assert kept[True] < 0.5 * kept[False]
 
 
 def test_accepted_counts_the_leading_correct_run_alone():
