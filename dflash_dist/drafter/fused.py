@@ -19,12 +19,15 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def fused(function: Function) -> Function:
-    """`function`, compiled where its first argument is on CUDA: once for all numbers of positions."""
+    """`function`, compiled where its first argument is on CUDA: once for all numbers of positions but 1.
+
+    torch.compile takes a size of 1 for a constant; training never has one.
+    """
     compiled = functools.cache(lambda: torch.compile(function))  # the compiler takes long to import
 
     @functools.wraps(function)
     def call(x: Tensor, *others: Any) -> Any:
-        if not x.is_cuda:
+        if not x.is_cuda or len(x) == 1:
             return function(x, *others)
         for argument in (x, *others):
             if isinstance(argument, Tensor) and argument.dim() > 1:
