@@ -44,6 +44,14 @@ class TraceWindow:
         self._profiler: profile | None = None
         self._done = steps == 0
 
+    def move(self, start_step: int, steps: int) -> None:
+        """Trace these steps, unless a window is open; one that lies ahead gives way, and the last one is not repeated.
+
+        To be called before `advance(start_step - 1)`; later the window has the steps that are left of it.
+        """
+        if self._profiler is None and (start_step, start_step + steps) != (self.start_step, self.end_step):
+            self.start_step, self.end_step, self._done = start_step, start_step + steps, steps == 0
+
     def advance(self, step: int) -> None:
         """Open, continue or end the trace; called by the loop at the start of each step, with its number.
 
