@@ -24,6 +24,14 @@ def span(name: str) -> AbstractContextManager[Any]:
     return record_function(name) if _recording else _NO_SPAN
 
 
+def _all_threads() -> Any:
+    """torch's switch that records the work of every thread, such as one that loads; None where it has none."""
+    try:
+        return torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    except TypeError:
+        return None
+
+
 class TraceWindow:
     """Traces the steps `start_step` .. `start_step + steps - 1` of one rank's loop into `folder`; none if `steps` is 0.
 
@@ -93,6 +101,7 @@ class TraceWindow:
             activities=activities,
             schedule=lambda _: ProfilerAction.RECORD if _recording else ProfilerAction.WARMUP,
             record_shapes=True,
+            experimental_config=_all_threads(),
         )
         for key, value in self.metadata.items():
             profiler.preset_metadata_json(key, json.dumps(value))
