@@ -309,6 +309,23 @@ def profile_run(
     raise SystemExit(profile_command(config, topology, steps, run, device, overrides or []))
 
 
+@profile.command(name="analyze")
+def profile_analyze(
+    folder: Annotated[Path, typer.Argument(help="Folder of a run's traces, or one trace.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say what each rank's time goes to, in shares that add up to 100 %.
+
+    Of several traces of a rank the newest is read.
+    """
+    from dflash_profiling import cli, trace_file
+
+    try:
+        cli.analyze(folder, as_json)
+    except trace_file.TraceError as error:
+        raise UserError(str(error)) from None
+
+
 def _json_object(option: str, text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)

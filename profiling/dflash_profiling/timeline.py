@@ -17,10 +17,11 @@ import numpy as np
 from dflash_profiling.intervals import Intervals, difference, intersection, union
 
 PARTS = (
-    "compute", "p2p_transfer", "collective", "p2p_starved", "p2p_backpressured", "copy", "profiler", "compile",
-    "allocator", "data", "host_bound", "unexplained",
+    "compute", "p2p_transfer", "collective", "p2p", "p2p_starved", "p2p_backpressured", "copy", "profiler", "compile",
+    "allocator", "data", "checkpoint", "host_bound", "unexplained",
 )  # fmt: skip
-"""From the most useful on: of what goes on at one time the first counts."""
+"""From the most useful on: of what goes on at one time the first counts. `p2p`: messages whose other end is not in the
+traces, so that waiting cannot be told from transfer."""
 FAMILIES = {
     "attention": r"flash|fmha|flex_attention|attention|sdpa",
     "delta rule": r"delta_rule|chunk_fwd|chunk_gated|recompute_w_u|solve_tril|l2norm",

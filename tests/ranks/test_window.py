@@ -5,6 +5,8 @@ import json
 import signal
 from pathlib import Path
 
+import pytest
+
 from tests.ranks.cli import Running, dflash, metrics
 from tests.tiny import make_chats, make_config, make_target
 
@@ -38,6 +40,15 @@ def test_a_running_run_records_windows_when_asked(tmp_path: Path) -> None:
         assert of_rank["rank2"] == list(range(first, first + count)) and first > before
         targets = sorted({step for name in ("rank0", "rank1") for step in of_rank[name]})
         assert targets == of_rank["rank2"]  # between them they run every batch of every step
+    analyzed = dflash("profile", "analyze", str(folder / "profile"), "--json")
+    assert analyzed.returncode == 0, analyzed.stderr
+    for number, rank in enumerate(json.loads(analyzed.stdout)):
+        assert (rank["rank"], rank["role"]) == (number, "drafter" if number == 2 else "target")
+        assert sum(rank["parts_ns"].values()) == rank["window_ns"] and rank["has_gpu_rows"] is False
+        assert sum(rank["parts_percent"].values()) == pytest.approx(100, abs=1e-6)
+        assert rank["parts_percent"]["compute"] > 10 and rank["parts_percent"]["unexplained"] < 60, rank
+        assert sum(rank["compute_by_span_ns"].values()) == rank["parts_ns"]["compute"]
+        assert {"backward", "optimizer"} <= rank["compute_by_span_ns"].keys() or number < 2
     refused = dflash(*asked, "--steps", str(steps))
     assert refused.returncode == 2 and "lower --steps" in refused.stderr
     running.send(signal.SIGINT)
