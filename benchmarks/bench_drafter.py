@@ -114,12 +114,11 @@ def ours(batch: Batch, group: int, ranks: dist.ProcessGroup | None = None) -> tu
 
     def step() -> torch.Tensor:
         optimizer.zero_grad()
-        with optimizer.overlap(last=True):
-            sums = backward_in_groups(
-                model, batch.ends, batch.features_TF, batch.positions_T, blocks, group, HEAD_CHUNK_BLOCKS,
-                batch.objective, last_TH,
-                forward=lambda: torch.autocast(device, torch.bfloat16, enabled=device == "cuda"),
-            )  # fmt: skip
+        sums = backward_in_groups(
+            model, batch.ends, batch.features_TF, batch.positions_T, blocks, group, HEAD_CHUNK_BLOCKS,
+            batch.objective, last_TH, backward=optimizer.overlap,
+            forward=lambda: torch.autocast(device, torch.bfloat16, enabled=device == "cuda"),
+        )  # fmt: skip
         optimizer.reduce()
         optimizer.step(100, sums[None], sums[1])
         return sums[0] / sums[1]

@@ -18,12 +18,22 @@ from torch.nn import functional as F
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
+def compile_once(function: Function, **options: Any) -> Function:
+    """`function` compiled, with room for each of the shapes and modes in which it is used.
+
+    By itself torch gives a function up after 8: attention alone has as many, as masks of two kinds, in training and in
+    validation, of batches and of fillers.
+    """
+    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
+    return cast(Function, torch.compile(function, **options))
+
+
 def fused(function: Function) -> Function:
     """`function`, compiled where its first argument is on CUDA: once for all numbers of positions but 1.
 
     torch.compile takes a size of 1 for a constant; training never has one.
     """
-    compiled = functools.cache(lambda: torch.compile(function))  # the compiler takes long to import
+    compiled = functools.cache(lambda: compile_once(function))  # the compiler takes long to import
 
     @functools.wraps(function)
     def call(x: Tensor, *others: Any) -> Any:

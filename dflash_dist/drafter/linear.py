@@ -1,8 +1,9 @@
 """Matrix products of fp32 masters in a compute type, whose weight gradients are summed where they belong.
 
 A product's backward pass adds to the master's fp32 `.grad` within the matrix product itself: no gradient is rounded to
-the compute type, and none is written only to be read, cast and added. Where there is no `.grad` yet, as with FSDP, the
-gradient is returned to autograd, in the master's type.
+the compute type, and none is written only to be read, cast and added. So a hook on the master sees none, and
+`torch.autograd.grad` gives none. Where there is no `.grad` yet, as with FSDP, the gradient is returned to autograd, in
+the master's type.
 
 Shape suffixes: P rows, I inputs and O outputs of a product.
 """
@@ -49,7 +50,7 @@ class Linear(nn.Module):
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.weight.dtype
         if self._cast is None or self._cast.dtype != dtype:
             cast_OI = self.weight.detach().to(dtype)
-            if not self._keep_cast:
+            if not self._keep_cast or torch.is_inference_mode_enabled():
                 return cast_OI
             self._cast = cast_OI
         return self._cast

@@ -90,50 +90,87 @@ def backward_in_groups(
     objective: Objective = Objective(),
     last_TH: Tensor | None = None,
     forward: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
-    backward: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
+    backward: Callable[[bool], AbstractContextManager[object]] = contextlib.nullcontext,
 ) -> Tensor:
     """What `block_sums` gives, detached; the gradient is added to the parameters' own, `group` blocks at a time.
 
     So memory does not grow with the blocks. The context is computed once: what the groups before the last give to its
     keys and values is kept, and goes back with the last group, in whose backward call every parameter takes part.
-    `forward`, `backward`: contexts for each part of either pass.
+    `forward`, `backward`: contexts for each part of either pass; the latter is told whether it is the last one's.
     """
     if len(blocks.anchors_A) <= group:
         with forward():
             sums = block_sums(model, ends, features_TF, positions_T, blocks, chunk, objective, last_TH)
-        with backward():
+        with backward(True):
             sums[0].backward()
         return sums.detach()
     head = Head(ends, objective.kind, last_TH)
-    groups = [BlockTensors(*parts) for parts in zip(*(x.split(group) for x in blocks), strict=True)]
-
-    def sums_of(context: Sequence[KeyValue], part: BlockTensors) -> Tensor:
-        masks = model.masks(part, len(positions_T))
-        hidden_AMH = model.blocks(ends.embed(part.ids_AB), part.positions_AB, context, masks)
-        return head_sums(hidden_AMH, head, part, chunk, objective)
-
+    *groups, last_group = _groups(blocks, group)
+    total = []
     with casting_once(model):
         with forward():
             context = model.context(features_TF, positions_T)
         leaves = [(key.detach().requires_grad_(), value.detach().requires_grad_()) for key, value in context]
-        total = []
-        for part in groups[:-1]:
+        for part in groups:
             with forward():
-                sums = sums_of(leaves, part)
-            with backward():
+                sums = _group_sums(model, head, leaves, len(positions_T), part, chunk, objective)
+            with backward(False):
                 sums[0].backward()
             total.append(sums.detach())
         with forward():
-            sums = sums_of(context, groups[-1])
+            sums = _group_sums(model, head, context, len(positions_T), last_group, chunk, objective)
         roots: list[Tensor] = [sums[0]]
         gradients: list[Tensor | None] = [None]
         for pair, own in zip(context, leaves, strict=True):
             for tensor, leaf in zip(pair, own, strict=True):
                 roots.append(tensor)
                 gradients.append(leaf.grad)
-        with backward():
+        with backward(True):
             torch.autograd.backward(roots, gradients)
     return torch.stack([*total, sums.detach()]).sum(0)
+
+
+@torch.no_grad()
+def sums_in_groups(
+    model: DFlashDrafter,
+    ends: TargetEnds,
+    features_TF: Tensor,
+    positions_T: Tensor,
+    blocks: BlockTensors,
+    group: int,
+    chunk: int,
+    objective: Objective = Objective(),
+    last_TH: Tensor | None = None,
+) -> Tensor:
+    """What `block_sums` gives without a gradient, `group` blocks at a time: in training's shapes and memory."""
+    if len(blocks.anchors_A) <= group:
+        return block_sums(model, ends, features_TF, positions_T, blocks, chunk, objective, last_TH)
+    head = Head(ends, objective.kind, last_TH)
+    with casting_once(model):
+        context = model.context(features_TF, positions_T)
+        sums = [
+            _group_sums(model, head, context, len(positions_T), part, chunk, objective)
+            for part in _groups(blocks, group)
+        ]
+    return torch.stack(sums).sum(0)
+
+
+def _groups(blocks: BlockTensors, group: int) -> list[BlockTensors]:
+    return [BlockTensors(*parts) for parts in zip(*(x.split(group) for x in blocks), strict=True)]
+
+
+def _group_sums(
+    model: DFlashDrafter,
+    head: Head,
+    context: Sequence[KeyValue],
+    tokens: int,
+    part: BlockTensors,
+    chunk: int,
+    objective: Objective,
+) -> Tensor:
+    masks = model.masks(part, tokens)
+    hidden_AMH = model.blocks(head.ends.embed(part.ids_AB), part.positions_AB, context, masks)
+    return head_sums(hidden_AMH, head, part, chunk, objective)
 
 
 def head_sums(hidden_AMH: Tensor, head: Head, blocks: BlockTensors, chunk: int, objective: Objective) -> Tensor:

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dflash_dist.drafter.anchors import BlockTensors
 from dflash_dist.drafter.config import DrafterConfig
-from dflash_dist.drafter.fused import RMSNorm
+from dflash_dist.drafter.fused import RMSNorm, compile_once
 from dflash_dist.drafter.linear import Linear, gated_product
 from dflash_dist.drafter.mask import BlockLayout, Mask, build_masks
 
@@ -231,4 +231,4 @@ def _attend(query_Qnd: Tensor, key_Smd: Tensor, value_Smd: Tensor, mask: Mask) -
 @functools.cache
 def _flex_attention(compiled: bool) -> Any:
     """Compiled once for the process; as it is where there is no GPU, for tests."""
-    return torch.compile(flex_attention, dynamic=False) if compiled else flex_attention
+    return compile_once(flex_attention, dynamic=False) if compiled else flex_attention

@@ -34,10 +34,12 @@ FILLER_TOKENS = 128
 def anchors_per_group(config: Config) -> int:
     """Anchors that one backward pass takes.
 
-    Of a sharded drafter those of a whole batch: its ranks must all run the same number of passes.
+    Of a sharded drafter those of a whole batch or filler: its ranks must all run the same number of passes.
     """
     most = config.objective.max_anchors_per_batch
-    return most if config.train.shard == "fsdp" else min(most, config.train.anchors_per_backward)
+    if config.train.shard == "fsdp":
+        return -(-most // ANCHOR_MULTIPLE) * ANCHOR_MULTIPLE
+    return min(most, config.train.anchors_per_backward)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dflash_dist.data.schedule import Work
 from dflash_dist.drafter.anchors import BlockTensors
-from dflash_dist.drafter.loss import SUMS, backward_in_groups, block_sums
+from dflash_dist.drafter.loss import SUMS, backward_in_groups, sums_in_groups
 from dflash_dist.drafter.model import DFlashDrafter
 from dflash_dist.drafter.noise import add_noise_, noise_scale
 from dflash_dist.target.load import TargetEnds, torch_dtype
@@ -52,8 +52,7 @@ def drafter_loop(
         for turn, (work, batch) in enumerate(batches.take(step, "train"), start=1):
             context.watch.at(work.place)
             inputs = receive(context, source, model, work, batch, noise)
-            with optimizer.overlap(last=turn == share):
-                sums = train_batch(context, model, ends, inputs)
+            sums = train_batch(context, model, ends, inputs, optimizer, last=turn == share)
             source.release(work)
             stats[work.index] = torch.cat([sums, optimizer.gradient_is_finite()[None]])
         with span("all_reduce"):
@@ -127,8 +126,24 @@ def receive(
     return Inputs(features_TF, *batch.to(context.device), last_TH)
 
 
-def train_batch(context: RankContext, model: DFlashDrafter, ends: TargetEnds, inputs: Inputs) -> Tensor:
-    """The sums of `drafter.loss.SUMS` over one batch, fp32; its gradient is added to the parameters' own."""
+def train_batch(
+    context: RankContext,
+    model: DFlashDrafter,
+    ends: TargetEnds,
+    inputs: Inputs,
+    optimizer: Optimizer | None = None,
+    last: bool = False,
+) -> Tensor:
+    """The sums of `drafter.loss.SUMS` over one batch, fp32; its gradient is added to the parameters' own.
+
+    `last`: of this rank's batches in the step, whose last backward call the optimizer's sums over ranks overlap.
+    """
+
+    @contextlib.contextmanager
+    def backward(last_group: bool) -> Iterator[None]:
+        with span("backward"), optimizer.overlap(last and last_group) if optimizer else contextlib.nullcontext():
+            yield
+
     return backward_in_groups(
         model,
         ends,
@@ -140,19 +155,20 @@ def train_batch(context: RankContext, model: DFlashDrafter, ends: TargetEnds, in
         context.objective,
         inputs.last_TH,
         forward=lambda: drafting(context),
-        backward=lambda: span("backward"),
+        backward=backward,
     )
 
 
 def validate_batch(context: RankContext, model: DFlashDrafter, ends: TargetEnds, inputs: Inputs) -> Tensor:
     """The sums of `drafter.loss.SUMS` over one batch, fp32."""
-    with torch.no_grad(), drafting(context):
-        return block_sums(
+    with drafting(context):
+        return sums_in_groups(
             model,
             ends,
             inputs.features_TF,
             inputs.positions_T,
             inputs.blocks,
+            anchors_per_group(context.config),
             HEAD_CHUNK_BLOCKS,
             context.objective,
             inputs.last_TH,

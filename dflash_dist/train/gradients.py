@@ -37,7 +37,7 @@ class Gradients(Protocol):
         """Begins a step."""
 
     def overlap(self, last: bool) -> Any:
-        """A context for the backward pass of a batch; `last`: of this rank's last batch in the step."""
+        """A context for a backward call; `last`: the last of this rank in the step."""
 
     def own_is_finite(self) -> Tensor:
         """fp32 scalar on the device: 1 where what this rank's batches of the step have given so far is finite."""
@@ -91,10 +91,15 @@ class ReplicatedGradients:
 
     @contextmanager
     def overlap(self, last: bool) -> Iterator[None]:
-        """See Gradients. Within that of the last batch each parameter must get its gradient from one backward call."""
+        """See Gradients. Within that of the last batch there must be one backward call, with every parameter.
+
+        Gradients of earlier calls would be added to buckets that are being summed already.
+        """
         self._overlapping = last
-        yield
-        self._overlapping = False
+        try:
+            yield
+        finally:
+            self._overlapping = False
         if last:
             self._start_rest()
 

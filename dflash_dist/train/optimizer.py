@@ -55,9 +55,9 @@ class Optimizer:
         self._gradients.zero()
 
     def overlap(self, last: bool) -> AbstractContextManager[None]:
-        """A context for the backward pass of a batch; `last`: of this rank's last batch in the step.
+        """A context for a backward call; `last`: the last of this rank in the step.
 
-        Within the last one's, the sum over ranks begins with each part of the gradient that is complete.
+        Within the last one, the sum over ranks begins with each part of the gradient that is complete.
         """
         return self._gradients.overlap(last)
 

@@ -18,7 +18,7 @@ from dflash_dist.data.store import Documents
 from dflash_dist.drafter import fused, head, head_reference, linear, model
 from dflash_dist.drafter.anchors import Blocks, draw_blocks
 from dflash_dist.drafter.config import DrafterConfig
-from dflash_dist.drafter.loss import Objective, backward_in_groups
+from dflash_dist.drafter.loss import Objective, backward_in_groups, sums_in_groups
 from dflash_dist.drafter.model import DFlashDrafter
 from dflash_dist.target.load import TargetEnds
 from dflash_dist.target.packing import token_offsets
@@ -38,14 +38,14 @@ SHAPE = DrafterConfig(
 OBJECTIVES = [Objective(), Objective("tokens", "dpace"), Objective("kl")]
 
 
-def drawn(lengths_N: np.ndarray, seed: int = 0) -> tuple[Tensor, Blocks]:
-    """Positions, padded to TOKENS, and blocks, padded to ANCHORS, of documents of these lengths."""
+def drawn(lengths_N: np.ndarray, seed: int = 0, pad_to: int = ANCHORS) -> tuple[Tensor, Blocks]:
+    """Positions, padded to TOKENS, and blocks, at most ANCHORS, of documents of these lengths."""
     rng, tokens = np.random.default_rng(seed), int(lengths_N.sum())
     keys = rng.integers(0, 2**63, len(lengths_N)).astype(np.uint64)
     pack = Documents(rng.integers(0, VOCABULARY, tokens), rng.random(tokens) < 0.9, lengths_N, keys)
     blocks = draw_blocks(
         pack, block_size=8, mask_token_id=VOCABULARY - 1, anchors_per_document=40, max_anchors=ANCHORS, gamma=4.0,
-        seed=0, epoch=0, pad_to=ANCHORS,
+        seed=0, epoch=0, pad_to=pad_to,
     )  # fmt: skip
     return torch.from_numpy(np.pad(token_offsets(lengths_N), (0, TOKENS - tokens))), blocks
 
@@ -112,6 +112,7 @@ def test_gradients_are_as_near_to_float64_as_those_of_plain_bf16(
 
 
 def test_steps_of_changing_lengths_wait_for_nothing_and_compile_nothing() -> None:
+    """Training and validation, of batches with one, two and three groups of anchors, and of fillers."""
     from torch._dynamo.utils import counters
 
     torch._dynamo.reset()
@@ -121,23 +122,29 @@ def test_steps_of_changing_lengths_wait_for_nothing_and_compile_nothing() -> Non
     optimizer, ends = Optimizer(drafter, TrainConfig(), 1000, None), ends_of("cuda", torch.bfloat16)
     features_TF = torch.randn(TOKENS, 2 * HIDDEN, device="cuda", dtype=torch.bfloat16)
     rng = np.random.default_rng(0)
-    mixes = [np.array([TOKENS]), np.array([3, 2, 70])]
-    mixes += [np.diff(np.unique(rng.integers(0, TOKENS, 6)), prepend=0, append=TOKENS) for _ in range(198)]
+    mixes = [np.array([TOKENS]), np.array([3, 2, 70]), np.array([20, 3])]
+    mixes += [np.diff(np.unique(rng.integers(0, TOKENS, 6)), prepend=0, append=TOKENS) for _ in range(197)]
     batches: list[tuple[Any, Any]] = [
         (positions_T.pin_memory(), blocks)
-        for positions_T, blocks in (drawn(lengths_N[lengths_N > 0], seed) for seed, lengths_N in enumerate(mixes))
+        for positions_T, blocks in (drawn(lengths_N[lengths_N > 0], seed, 32) for seed, lengths_N in enumerate(mixes))
     ]
+    assert {len(blocks.anchors_A) for _, blocks in batches} >= {32, 64, 96}
+    filler_positions_T, filler = drawn(np.array([1]), pad_to=8)
+    batches.insert(3, (filler_positions_T[:128].pin_memory(), filler))
 
     def step(number: int) -> None:
         positions_T, blocks = batches[number]
+        inputs = features_TF[: len(positions_T)], positions_T.to("cuda", non_blocking=True), blocks.to("cuda")
         optimizer.zero_grad()
         sums = backward_in_groups(
-            drafter, ends, features_TF, positions_T.to("cuda", non_blocking=True), blocks.to("cuda"), 48, 20,
-            forward=lambda: torch.autocast("cuda", torch.bfloat16),
-        )  # fmt: skip
+            drafter, ends, *inputs, 32, 20, forward=lambda: torch.autocast("cuda", torch.bfloat16)
+        )
         optimizer.step(number + 1, sums[None], sums[1])
+        with torch.autocast("cuda", torch.bfloat16):
+            sums_in_groups(drafter, ends, *inputs, 32, 20)
 
     step(0)
+    step(3)
     torch.cuda.synchronize()
     graphs = counters["stats"]["unique_graphs"]
     torch.cuda.set_sync_debug_mode("error")

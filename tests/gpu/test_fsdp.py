@@ -64,7 +64,7 @@ def rank_main(rank: int, folder: Path, shard: str) -> None:
     generator = torch.Generator(device).manual_seed(rank)
     features = torch.randn(TOKENS, 2 * CONFIG.hidden_size, generator=generator, device=device)
     ends = TargetEnds(torch.nn.Embedding(VOCAB, CONFIG.hidden_size, device=device), features[:VOCAB, :1024], None)
-    inputs = (features, torch.arange(TOKENS, device=device), torch.zeros(TOKENS, dtype=torch.int64, device=device))
+    inputs = (features, torch.arange(TOKENS, device=device))
 
     def backward(last: bool) -> torch.Tensor:
         with torch.autocast("cuda", torch.bfloat16):

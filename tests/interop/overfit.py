@@ -81,7 +81,6 @@ def as_documents(prompts: list[list[int]], answers: list[list[int]]) -> Document
 def train(drafter: DFlashDrafter, ends: TargetEnds, pack: Documents, features: torch.Tensor) -> None:
     """Steps on the whole pack, with other anchors in each."""
     optimizer = Optimizer(drafter, TrainConfig(learning_rate=3e-3), STEPS, group=None)
-    documents = np.arange(len(pack.lengths_N)).repeat(pack.lengths_N)
     positions = np.concatenate([np.arange(length) for length in pack.lengths_N])
     for step in range(1, STEPS + 1):
         blocks = draw_blocks(
@@ -96,8 +95,6 @@ def train(drafter: DFlashDrafter, ends: TargetEnds, pack: Documents, features: t
             pad_to=1,
         ).to(CPU)
         optimizer.zero_grad()
-        sums = block_sums(
-            drafter, ends, features, torch.from_numpy(positions), torch.from_numpy(documents), blocks, chunk=64
-        )
+        sums = block_sums(drafter, ends, features, torch.from_numpy(positions), blocks, chunk=64)
         sums[0].backward()
         optimizer.step(step, sums.detach(), sums[1].detach())

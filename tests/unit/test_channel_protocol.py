@@ -34,7 +34,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> None:
         values[0].backward()
         return values.detach()
 
-    monkeypatch.setattr(drafter_loop, "block_sums", sums)
+    monkeypatch.setattr(drafter_loop, "sums_in_groups", sums)
     monkeypatch.setattr(drafter_loop, "backward_in_groups", sums_and_gradient)
 
 

@@ -2,7 +2,14 @@ import pytest
 import torch
 
 from dflash_dist.drafter.anchors import draw_blocks
-from dflash_dist.drafter.loss import SUMS, Objective, backward_in_groups, block_sums, offset_outcomes
+from dflash_dist.drafter.loss import (
+    SUMS,
+    Objective,
+    backward_in_groups,
+    block_sums,
+    offset_outcomes,
+    sums_in_groups,
+)
 from dflash_dist.target.load import TargetEnds
 from tests.random_models import MASK, VOCAB, documents, drafter_config, llama_config, random_drafter
 from tests.reference import block_loss, drafter_block
@@ -197,6 +204,26 @@ def test_blocks_in_groups_give_the_same_sums_and_gradients(group, objective, che
     groups = -(-len(batch.blocks.anchors_A) // group)
     of_context_alone = {"fc.weight", "hidden_norm.weight"}
     assert calls == {name: 1 if name in of_context_alone else groups for name, _ in drafter.named_parameters()}
+
+
+@pytest.mark.parametrize("group", [1, 3, 100])
+def test_validation_gives_the_same_sums_in_the_shapes_of_training(group, monkeypatch):
+    config = small_config()
+    drafter, batch, shapes = random_drafter(config).double(), Batch(config), []
+    blocks = drafter.blocks
+    monkeypatch.setattr(drafter, "blocks", lambda x_ABH, *others: shapes.append(x_ABH.shape) or blocks(x_ABH, *others))
+    for objective in OBJECTIVES:
+        expected = batch.sums(drafter, objective=objective).detach()
+        inputs = (batch.features, batch.positions, batch.blocks, group, 2, objective)
+        last = batch.last if objective.needs_last_state else None
+        shapes.clear()
+        backward_in_groups(drafter, batch.ends, *inputs, last)
+        trained = list(shapes)
+        shapes.clear()
+        sums = sums_in_groups(drafter, batch.ends, *inputs, last)
+        torch.testing.assert_close(sums, expected, rtol=1e-12, atol=0)
+        assert shapes == trained and not sums.requires_grad
+        assert max(shape[0] for shape in shapes) <= group
 
 
 def test_checkpointed_layers_keep_their_inputs_alone():

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,12 +14,13 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from dflash_dist.config import TrainConfig
-from dflash_dist.drafter.anchors import draw_blocks
-from dflash_dist.drafter.loss import SUMS, block_sums
+from dflash_dist.config import ObjectiveConfig, TrainConfig
+from dflash_dist.drafter.anchors import BlockTensors, draw_blocks
+from dflash_dist.drafter.loss import SUMS, Objective, block_sums
 from dflash_dist.drafter.model import DFlashDrafter
 from dflash_dist.target.load import TargetEnds
 from dflash_dist.train import gradients
+from dflash_dist.train.drafter_loop import Inputs, train_batch
 from dflash_dist.train.gradients import shard_drafter
 from dflash_dist.train.optimizer import Optimizer
 from tests.random_models import MASK, VOCAB, documents, drafter_config, llama_config, random_drafter
@@ -60,8 +62,25 @@ def main(rank: int, folder: Path) -> None:
         dcp.load(loaded, checkpoint_id=folder / "one")
         restored.load_state_tensors(loaded)
         results[shard]["from one"] = {n: whole(t) for n, t in restored.state_tensors().items()}
+    results["in groups"] = gradient_in_groups(rank, group)
     torch.save(results, folder / f"rank{rank}.pt")
     dist.destroy_process_group()
+
+
+def gradient_in_groups(rank: int, group: dist.ProcessGroup) -> dict[str, Tensor]:
+    """The gradient of a step whose batches the loop takes in groups of anchors: another number of them on each rank."""
+    train, objective = TrainConfig(anchors_per_backward=4), ObjectiveConfig(max_anchors_per_batch=100)
+    config = SimpleNamespace(train=train, objective=objective)
+    context = cast(Any, SimpleNamespace(config=config, device=torch.device("cpu"), objective=Objective()))
+    drafter = random_drafter(CONFIG)
+    optimizer = Optimizer(drafter, SETTINGS, STEPS, group)
+    optimizer.zero_grad()
+    for index in range(BATCHES):
+        ends, features, positions, blocks = batch_of(1, rank, index, anchors_per_document=3 + 4 * rank)
+        inputs = Inputs(features, positions, blocks, None)
+        train_batch(context, drafter, ends, inputs, optimizer, last=index == BATCHES - 1)
+    optimizer.reduce()
+    return {name: whole(p.grad) for name, p in drafter.named_parameters() if p.grad is not None}
 
 
 def train_step(
@@ -89,6 +108,14 @@ def train_step(
 
 def sums_of(drafter: DFlashDrafter, step: int, rank: int, index: int) -> Tensor:
     """`block_sums` of one batch, which its three numbers alone decide."""
+    ends, features, positions, blocks = batch_of(step, rank, index)
+    return block_sums(drafter, ends, features, positions, blocks, chunk=3)
+
+
+def batch_of(
+    step: int, rank: int, index: int, anchors_per_document: int = 3
+) -> tuple[TargetEnds, Tensor, Tensor, BlockTensors]:
+    """The target's ends, features, positions and blocks of one batch."""
     empty = (step, rank) in (NO_ANCHORS, NO_BATCH) and index == BATCHES - 1
     lengths = [1] if empty else [8 + step, 5 + 4 * rank, 6 + index]
     pack = documents(lengths, seed=100 * step + 10 * rank + index)
@@ -96,7 +123,7 @@ def sums_of(drafter: DFlashDrafter, step: int, rank: int, index: int) -> Tensor:
         pack,
         block_size=CONFIG.block_size,
         mask_token_id=MASK,
-        anchors_per_document=3,
+        anchors_per_document=anchors_per_document,
         max_anchors=100,
         gamma=2.0,
         seed=0,
@@ -108,7 +135,7 @@ def sums_of(drafter: DFlashDrafter, step: int, rank: int, index: int) -> Tensor:
     ends = TargetEnds(torch.nn.Embedding.from_pretrained(table), head, None)
     positions = torch.cat([torch.arange(n) for n in lengths])
     features = torch.randn(len(positions), 3 * CONFIG.hidden_size, generator=generator)
-    return block_sums(drafter, ends, features, positions, blocks, chunk=3)
+    return ends, features, positions, blocks
 
 
 def loss_of(sums: Tensor, step: int, rank: int, index: int) -> Tensor:
@@ -160,6 +187,18 @@ def test_the_overlapped_sum_is_the_sum(ranks: list[dict[str, Any]]) -> None:
         for name, weight in left["weights"].items():
             assert torch.equal(weight, right["weights"][name]), (number, name)
         weights = left["weights"]
+
+
+def test_groups_of_anchors_are_all_in_the_sum(ranks: list[dict[str, Any]]) -> None:
+    """No part of the gradient is summed over ranks before the last group has added to it."""
+    drafter = random_drafter(CONFIG)
+    for rank in range(RANKS):
+        for index in range(BATCHES):
+            ends, features, positions, blocks = batch_of(1, rank, index, anchors_per_document=3 + 4 * rank)
+            block_sums(drafter, ends, features, positions, blocks, chunk=3)[0].backward()
+    for name, parameter in drafter.named_parameters():
+        for result in ranks:
+            torch.testing.assert_close(result["in groups"][name], parameter.grad, rtol=1e-4, atol=1e-5)
 
 
 def test_all_reduces_start_within_the_last_backward_and_in_one_order(ranks: list[dict[str, Any]]) -> None:
