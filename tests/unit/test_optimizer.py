@@ -20,6 +20,7 @@ from dflash_dist.drafter.loss import SUMS, Objective, block_sums
 from dflash_dist.drafter.model import DFlashDrafter
 from dflash_dist.target.load import TargetEnds
 from dflash_dist.train import gradients
+from dflash_dist.train.batches import ANCHOR_MULTIPLE, anchors_per_group
 from dflash_dist.train.drafter_loop import Inputs, train_batch
 from dflash_dist.train.gradients import shard_drafter
 from dflash_dist.train.optimizer import Optimizer
@@ -265,3 +266,12 @@ def test_with_one_rank_nothing_is_sent() -> None:
     before = drafter.fc.weight.clone()
     norm, skipped = optimizer.step(1, sums.detach(), sums[1].detach()).tolist()
     assert norm > 0 and not skipped and not torch.equal(drafter.fc.weight, before)
+
+
+@pytest.mark.parametrize(("most", "sharded", "replicated"), [(12, 16, 12), (4096, 4096, 1024), (3, 8, 3)])
+def test_a_sharded_drafter_takes_a_whole_batch_or_filler_at_once(most: int, sharded: int, replicated: int) -> None:
+    objective = ObjectiveConfig(max_anchors_per_batch=most)
+    for shard, expected in (("fsdp", sharded), ("none", replicated)):
+        config = SimpleNamespace(train=TrainConfig(shard=cast(Any, shard)), objective=objective)
+        assert anchors_per_group(cast(Any, config)) == expected
+        assert expected >= ANCHOR_MULTIPLE or shard == "none"  # what fillers are padded to
