@@ -36,6 +36,7 @@ def check(
     config: Annotated[
         Path | None, typer.Option("--config", help="Also check that this configuration can run here, and its memory.")
     ] = None,
+    device: DeviceOption = "auto",
     as_json: JsonOption = False,
     overrides: Overrides = None,
 ) -> None:
@@ -43,6 +44,7 @@ def check(
 
     Says what this machine has, what the target would really run, and how to mend what is wrong; exit 1 on an error.
     """
+    _check_device_name(device)
     if config is None and overrides:
         raise UserError(f"the override {overrides[0]!r} has nothing to change; give --config too")
     from dflash_dist.check import as_json as findings_json
@@ -52,9 +54,9 @@ def check(
     from dflash_dist.config import load_config
 
     settings = load_config(config, overrides or []) if config else None
-    findings = run_check(settings)
+    findings = run_check(settings, device)
     if settings:
-        findings += check_config(settings)
+        findings += check_config(settings, device)
     print(findings_json(findings) if as_json else as_text(findings))
     if has_errors(findings):
         raise SystemExit(1)

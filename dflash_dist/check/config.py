@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 import torch
 
 from dflash_dist.check.findings import Finding, refusal
+from dflash_dist.check.gpus import device_type
 from dflash_dist.check.host import disk_finding
 from dflash_dist.check.target import target_config_path
 from dflash_dist.config import Config
@@ -24,14 +25,15 @@ CHECKPOINT_BYTES = 12
 """fp32 weight and two moments of each parameter."""
 
 
-def check_config(config: Config) -> list[Finding]:
+def check_config(config: Config, device: str = "auto") -> list[Finding]:
     """The findings on the data files, the drafter and the memory of each role; nothing is downloaded or written.
 
-    About the drafter and its memory there is none while the target is not on this machine.
+    About the drafter and its memory there is none while the target is not on this machine, and about the memory none
+    where ranks cannot run on `device`: cpu, cuda or auto.
     """
     findings = [_data_file(source) for source in config.data.sources if is_local(source)]
     folder = _target_here(config)
-    return findings if folder is None else [*findings, *_drafter(config, folder)]
+    return findings if folder is None else [*findings, *_drafter(config, folder, device_type(device))]
 
 
 def drafter_here(config: Config) -> tuple[Any, DrafterConfig] | None:
@@ -74,8 +76,8 @@ def _target_here(config: Config) -> Path | None:
     return path.parent
 
 
-def _drafter(config: Config, folder: Path) -> list[Finding]:
-    """Whether the drafter fits the target in `folder`, and what a rank of each role takes of this machine's memory."""
+def _drafter(config: Config, folder: Path, device: Literal["cpu", "cuda"] | None) -> list[Finding]:
+    """Whether the drafter fits the target in `folder`, and what a rank of each role takes of the device's memory."""
     try:
         target_config, drafter = resolve_drafter(config, folder)
     except UserError as error:
@@ -84,11 +86,13 @@ def _drafter(config: Config, folder: Path) -> list[Finding]:
         f"{drafter_parameters(drafter) / 1e6:,.1f} M parameters in {drafter.num_hidden_layers} layers; taps "
         f"{list(drafter.target_layer_ids)} of {drafter.num_target_layers} layers, mask token {drafter.mask_token_id}"
     )
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    found = Finding("drafter", "ok", detail)
+    if device is None:
+        return [found]
     needs = rank_memory(config, parse_topology("1-1"), target_config, drafter, device)
     free_bytes = torch.cuda.mem_get_info()[0] if device == "cuda" else psutil.virtual_memory().available
     memory = [_memory(role, parts, free_bytes) for role, parts in needs.items()]
-    return [Finding("drafter", "ok", detail), *memory]
+    return [found, *memory]
 
 
 def _memory(role: str, parts: dict[str, float], free_bytes: float) -> Finding:

@@ -129,15 +129,19 @@ def half_installed_fla(hybrid: bool | None) -> Finding | None:
     return Finding("fla", "warning" if hybrid is False else "error", detail, mend, f"{LAYERS_SLOW} or fails")
 
 
-def triton_without_gpu() -> Finding | None:
-    """The finding on a triton and an fla that can be imported where there is no CUDA device."""
+def triton_on_cpu() -> Finding | None:
+    """The finding on a triton and an fla that can be imported where ranks run on the CPU."""
+    import torch
+
     if any(import_error(module) for module in (TRITON.module, FLA.module)):
         return None
-    detail = (
-        "triton and fla are importable but there is no CUDA device: transformers binds fla's kernels all the same, "
-        "and each linear-attention layer then fails with `0 active drivers`"
+    detail, why, mend = "there is no CUDA device", "with `0 active drivers`", "pip uninstall triton"
+    if torch.cuda.is_available():
+        detail, why, mend = "ranks run on the CPU", "as Triton takes no tensors there", f"--device cuda, or: {mend}"
+    detail = f"triton and fla are importable but {detail}: transformers binds fla's kernels all the same, "
+    return Finding(
+        "triton", "error", f"{detail}and each linear-attention layer then fails {why}", mend, "the target cannot run"
     )
-    return Finding("triton", "error", detail, "pip uninstall triton", "the target cannot run")
 
 
 def _problem(package: FusedPackage, version: str | None, error: Exception) -> tuple[str, str]:

@@ -20,7 +20,7 @@ from dflash_dist.check.installs import (
     half_installed_fla,
     import_error,
     install_finding,
-    triton_without_gpu,
+    triton_on_cpu,
 )
 from dflash_dist.check.kernels import TOLERANCE, Failure, Outcome, try_kernels, verdict
 from dflash_dist.check.slowdown import MEASURED_SHARE, slowdown
@@ -55,15 +55,15 @@ class Layers:
     """Whether not even torch stands in."""
 
 
-def kernel_findings(config: Config, facts: TargetFacts | None, caches: Mapping[str, str]) -> list[Finding]:
-    """The findings on all fused kernels that matter to the target; trials of them where there is a CUDA device.
+def kernel_findings(
+    config: Config, facts: TargetFacts | None, caches: Mapping[str, str], on_gpu: bool
+) -> list[Finding]:
+    """The findings on all fused kernels that matter to the target; trials of them where ranks run on a GPU.
 
     `facts`: None where the target's shape is unknown. `caches`: variables that name folders of compiled kernels.
     """
-    import torch
-
     half = half_installed_fla(None if facts is None else facts.is_hybrid)
-    if not torch.cuda.is_available():
+    if not on_gpu:
         return _on_cpu(facts, half)
     if facts is None:
         # Where the target is not known to need them, a missing package is no reason to refuse the run.
@@ -161,7 +161,7 @@ def binding_finding(binding: Binding, in_forward: bool) -> Finding:
 def _on_cpu(facts: TargetFacts | None, half: Finding | None) -> list[Finding]:
     """Kernels do harm on the CPU, where transformers takes them."""
     findings = [half] if half else []
-    harm = triton_without_gpu() if half is None and (facts is None or facts.is_hybrid) else None
+    harm = triton_on_cpu() if half is None and (facts is None or facts.is_hybrid) else None
     if harm is not None:
         findings.append(harm if facts else replace(harm, level="warning"))
     if facts is not None and facts.is_hybrid and harm is None:

@@ -172,7 +172,7 @@ def begin_run(config: Config, topology: Topology, device_type: str, folder: Path
     else:
         ranks = {"target": topology.targets, "drafter": topology.drafters, "target+drafter": topology.targets}
         check_memory(needs, psutil.virtual_memory().available, ranks)
-    findings = check(config)
+    findings = check(config, device_type)
     if has_errors(findings) and not allow_slow:
         costs = {f.name: f", so {f.cost}" if f.cost else "" for f in findings}
         wrong = "; ".join(

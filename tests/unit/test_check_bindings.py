@@ -241,7 +241,6 @@ def test_a_target_that_can_be_packed(config: Config, text: dict, architecture: s
 
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], outcome: Outcome) -> None:
     """As on a machine with a GPU, on which each trial ends like that."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
     monkeypatch.setattr(layers, "try_kernels", lambda names, *rest: dict.fromkeys(names, outcome))
@@ -265,7 +264,7 @@ def test_packed_attention_that_fails_is_an_error_only_where_the_run_uses_it(
     level: str,
 ) -> None:
     on_a_gpu(monkeypatch, capability, Failure("RuntimeError: FlashAttention only supports Ampere GPUs or newer."))
-    findings = {f.name: f for f in kernel_findings(with_dtype(config, dtype), TargetFacts(text), {})}
+    findings = {f.name: f for f in kernel_findings(with_dtype(config, dtype), TargetFacts(text), {}, on_gpu=True)}
     finding = findings["kernel packed_attention"]
     assert finding.level == level and "only supports Ampere" in finding.detail
     assert ("torch" in finding.mend) == (level == "error")
@@ -279,10 +278,10 @@ def test_packing_is_not_said_of_gemma_2_though_the_kernel_works(
 ) -> None:
     on_a_gpu(monkeypatch, (9, 0), WORKS)
     facts = TargetFacts(target_config("gemma2").to_dict(), "transformers.models.gemma2.modeling_gemma2")
-    findings = {f.name: f for f in kernel_findings(with_dtype(config, "auto"), facts, {})}
+    findings = {f.name: f for f in kernel_findings(with_dtype(config, "auto"), facts, {}, on_gpu=True)}
     assert findings["kernel packed_attention"].level == "ok"
     assert findings["packing"].level == "warning" and "soft cap" in findings["packing"].detail
-    well = kernel_findings(with_dtype(config, "auto"), TargetFacts(target_config("qwen3").to_dict()), {})
+    well = kernel_findings(with_dtype(config, "auto"), TargetFacts(target_config("qwen3").to_dict()), {}, on_gpu=True)
     assert well[-1].level == "ok" and "(tried here)" in well[-1].detail
 
 
@@ -300,7 +299,7 @@ def hybrid_findings(
     monkeypatch.setattr(layers, "half_installed_fla", lambda hybrid: None)
     code = f"transformers.models.{kind}.modeling_{kind}"
     text = target_config("hybrid").to_dict() | facts
-    return {f.name: f for f in kernel_findings(with_dtype(config, "auto"), TargetFacts(text, code), {})}
+    return {f.name: f for f in kernel_findings(with_dtype(config, "auto"), TargetFacts(text, code), {}, on_gpu=True)}
 
 
 OWN_KERNELS = {"packed_attention", "packed_delta_rule", "packed_convolution", "heads_apart", "gated_norm"}
