@@ -13,7 +13,8 @@ from typing import Annotated, Any
 import typer
 
 from dflash_dist.errors import RunFailed, UserError
-from dflash_dist.streams import DataStream, LastingStream
+from dflash_dist.installed import import_problem
+from dflash_dist.streams import DataStream, LastingStream, open_closed_streams
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -81,7 +82,7 @@ def probe(
     config: ConfigOption,
     budget: Annotated[
         list[int] | None,
-        typer.Option("--budget", min=2, help="Tokens of a batch, once or more; schedule.token_budget by default."),
+        typer.Option("--budget", help="Tokens of a batch, once or more; schedule.token_budget by default."),
     ] = None,
     random_weights: Annotated[
         bool, typer.Option("--random-weights", help="Draw the weights; of the target read config.json alone.")
@@ -320,6 +321,7 @@ def main() -> None:
     """Entry point: a user's error is one line and exit code 2, a failed run or any other error 1, Ctrl-C 130."""
     # Read when torch is imported. Threads that spin while they wait slow evaluation on a shared machine severalfold.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    open_closed_streams()
     with contextlib.redirect_stderr(LastingStream(sys.stderr)), contextlib.redirect_stdout(DataStream(sys.stdout)):
         _run()
 
@@ -335,6 +337,9 @@ def _run() -> None:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         raise SystemExit(130) from None
+    except ImportError as error:
+        problem = import_problem(error)
+        _fail(UserError(problem) if problem else error, 2 if problem else 1)
     except Exception as error:
         _fail(error, 1)
 

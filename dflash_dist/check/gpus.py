@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dflash_dist.check.findings import Finding, one_line
-from dflash_dist.check.installs import import_error
 from dflash_dist.check.versions import is_older
+from dflash_dist.installed import import_error
 
 CUDA_MINIMUM = "11.8"
 """The first that knows Hopper."""

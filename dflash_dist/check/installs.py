@@ -5,15 +5,13 @@ transformers takes any exception of such an import for "not installed" and goes 
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dflash_dist.check.findings import Finding, Level, one_line
 from dflash_dist.check.versions import is_older
-from dflash_dist.installed import version_of
+from dflash_dist.installed import import_error, version_of
 
 LAYERS_SLOW = "every linear-attention layer of the target runs a slow torch fallback"
 FLA_BOTH = "'flash-linear-attention>=0.6.0' 'fla-core>=0.6.0'"
@@ -100,17 +98,6 @@ def install_finding(package: FusedPackage, level: Level = "error") -> Finding:
     if package is FLA and (uneven := _uneven_fla()):
         return uneven
     return Finding(package.name, "ok", f"{version or 'version unknown'}, imported")
-
-
-def import_error(module: str, functions: Sequence[str] = ()) -> Exception | None:
-    """What is raised when the module or one of its functions is imported; None where it can be."""
-    try:
-        loaded = importlib.import_module(module)
-        for name in functions:
-            getattr(loaded, name)
-    except Exception as error:  # whatever it is: transformers takes any of them for "not installed"
-        return error
-    return None
 
 
 def half_installed_fla(hybrid: bool | None) -> Finding | None:

@@ -18,7 +18,6 @@ from dflash_dist.check.installs import (
     TRITON,
     FusedPackage,
     half_installed_fla,
-    import_error,
     install_finding,
     triton_on_cpu,
 )
@@ -28,7 +27,7 @@ from dflash_dist.check.target import TargetFacts
 from dflash_dist.check.trials import Measured, Shapes, delta_rule_case, measure
 from dflash_dist.check.versions import is_findable
 from dflash_dist.config import Config
-from dflash_dist.installed import version_of
+from dflash_dist.installed import import_error, version_of
 
 PACKED_ATTENTION = "packed_attention"
 OWN_MIXERS = ("packed_delta_rule", "packed_convolution", "heads_apart", "gated_norm")

@@ -15,10 +15,10 @@ import torch
 
 from dflash_dist.check import Finding, check, has_errors
 from dflash_dist.check.gpus import read_nvml
-from dflash_dist.check.installs import import_error
 from dflash_dist.check.kernels import Failure, try_kernels, verdict
 from dflash_dist.check.layers import OWN_MIXERS
 from dflash_dist.check.trials import KERNELS, Case, Measured, Shapes, make_case, measure
+from dflash_dist.installed import import_error
 from dflash_dist.target.packed import Pack, running
 from tests.ranks.cli import dflash
 from tests.tiny import make_chats, make_config, make_tokenizer
