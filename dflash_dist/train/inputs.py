@@ -28,6 +28,7 @@ from dflash_dist.export.plain import read_config
 from dflash_dist.installed import version_of
 from dflash_dist.target.load import check_longest, load_tokenizer, text_config
 from dflash_dist.target.package import target_folder
+from dflash_dist.target.weights import check_weights
 from dflash_dist.topology import Topology, check_batches_per_step
 from dflash_dist.typed import convert
 
@@ -64,6 +65,7 @@ def resolve_inputs(
     check_batches_per_step(topology, config.schedule.batches_per_step)
     folder = target_folder(config.target.model, Path(config.cache_dir))
     target_config, drafter = resolve_drafter(config, folder)
+    check_weights(Path(folder))  # before the data, which may take long
     store_folder, report = prepare_with_report(config, Path(folder))
     store = TokenStore.open(store_folder)
     check_vocabulary(store.largest_token(), target_config.vocab_size, folder)

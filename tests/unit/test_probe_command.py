@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import functools
 import json
 import os
@@ -128,7 +129,10 @@ def test_the_shape_that_kills_the_process_stands_in_the_table(path: Path, monkey
     ("arguments", "says"),
     [
         (["target.model=/nowhere"], "/nowhere does not exist"),
-        (["--budget", "16", "--budget", "99999999999"], "99,999,999,999 tokens is past"),
+        (["--budget", "16", "--budget", "99999999999"], "--budget is 99,999,999,999, but a batch to probe has 2 to"),
+        (["--budget", "1"], "--budget is 1, but a batch to probe has 2 to 67,108,864 tokens; give one in between"),
+        (["--budget", "0", "--budget", "16"], "--budget is 0, but"),
+        (["--budget=-5"], "--budget is -5, but"),
         (["--random-weights", "target.model=package:other"], "package:other is unknown"),
         (["cache_dir=/dev/null/cache"], "/dev/null/cache/probes"),
     ],
@@ -137,6 +141,19 @@ def test_what_cannot_be_probed_is_refused_in_a_line(path: Path, arguments: list[
     done = dflash("probe", "--config", str(path), "--device", "cpu", *arguments)
     assert done.returncode == 2 and not done.stdout
     assert says in done.stderr and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+
+
+def test_a_folder_that_cannot_be_written_is_found_before_the_work(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read_only(dir: Path) -> Any:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr("tempfile.TemporaryFile", read_only)
+    monkeypatch.setattr("dflash_dist.probe.TargetProcess", lambda job: pytest.fail("the work has begun"))
+    for variable in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):  # which it would leave behind
+        monkeypatch.setenv(variable, str(path.parent))
+    config = load_config(path)
+    with pytest.raises(UserError, match=r"cache/probes cannot be written: Read-only file system; set cache_dir to"):
+        probe(config, [16], "cpu", random_weights=True)
 
 
 @pytest.fixture
