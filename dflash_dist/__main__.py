@@ -14,6 +14,8 @@ def main() -> None:
             raise
         print(f"error: {problem}", file=sys.stderr)
         raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
     run()
 
 

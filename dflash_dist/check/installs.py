@@ -113,7 +113,9 @@ def half_installed_fla(hybrid: bool | None) -> Finding | None:
     if version_of("fla-core") is None and (version := version_of("flash-linear-attention")):
         detail += f"; flash-linear-attention {version} is here without fla-core, which holds the kernels"
     mend = f"pip install --force-reinstall --no-deps {FLA_BOTH}  # both in one command"
-    return Finding("fla", "warning" if hybrid is False else "error", detail, mend, f"{LAYERS_SLOW} or fails")
+    if hybrid is False:
+        return Finding("fla", "warning", detail, mend, "none for this target, which has no linear attention")
+    return Finding("fla", "error", detail, mend, f"{LAYERS_SLOW} or fails")
 
 
 def triton_on_cpu() -> Finding | None:

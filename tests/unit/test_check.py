@@ -220,6 +220,7 @@ def test_half_installed_fla(
     monkeypatch.setattr(sys, "path", hidden)
     finding = by_name(check(make_config(tmp_path, target)))["fla"]
     assert finding.level == level and "half installed" in finding.detail and "--force-reinstall" in finding.mend
+    assert finding.cost.startswith("none for this target") == (target is DENSE)
 
 
 def test_embedded_packages_that_are_missing(tmp_path: Path) -> None:

@@ -46,6 +46,15 @@ def test_a_missing_package_is_one_line(tmp_path: Path, package: str, mend: str) 
         assert done.returncode == 2 and done.stderr.startswith(f"error: the package {package} is not installed; ")
 
 
+def test_ctrl_c_while_packages_are_imported_is_no_traceback(tmp_path: Path) -> None:
+    blocker = BLOCKER.replace('ModuleNotFoundError(f"No module named {name!r}", name=name)', "KeyboardInterrupt")
+    (tmp_path / "sitecustomize.py").write_text(blocker)
+    paths = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    for package in ("typer", "torch"):
+        done = dflash("check", PYTHONPATH=paths, BLOCKED_PACKAGE=package)
+        assert (done.returncode, done.stdout) == (130, "") and "Traceback" not in done.stderr
+
+
 def raised(error: ImportError, cause: Exception | None = None) -> ImportError:
     """The error as transformers raises it from another."""
     error.__cause__ = cause
