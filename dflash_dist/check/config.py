@@ -21,7 +21,7 @@ from dflash_dist.target.load import check_attention
 from dflash_dist.target.package import local_folder
 from dflash_dist.target.weights import INDEX, ONE_FILE, check_weights, has_weights
 from dflash_dist.topology import parse_topology
-from dflash_dist.train.inputs import resolve_drafter
+from dflash_dist.train.inputs import resolve_drafter, schedule_costs
 from dflash_dist.train.memory import GIB, check_memory, drafter_parameters, rank_memory
 
 CHECKPOINT_BYTES = 12
@@ -42,6 +42,7 @@ def check_config(config: Config, device: str = "auto") -> list[Finding]:
     looks = {
         "drafter": lambda: _drafter(config, folder, device_type(device)),
         "target.attention": lambda: check_attention(folder, config.target),
+        "probe": lambda: _probe(config, folder, device),
     }
     for name, look in looks.items():
         try:
@@ -125,6 +126,13 @@ def _drafter(config: Config, folder: Path, device: Literal["cpu", "cuda"] | None
     free_bytes = torch.cuda.mem_get_info()[0] if device == "cuda" else psutil.virtual_memory().available
     memory = [_memory(role, parts, free_bytes) for role, parts in needs.items()]
     return [found, *memory]
+
+
+def _probe(config: Config, folder: Path, device: str) -> list[Finding]:
+    """Nothing; UserError where the file of an earlier probe, which `train` will read, is damaged."""
+    _, drafter = resolve_drafter(config, folder)
+    schedule_costs(config, folder, drafter, device)
+    return []
 
 
 def _memory(role: str, parts: dict[str, float], free_bytes: float) -> Finding:

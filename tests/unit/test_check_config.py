@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from dflash_dist.check import Finding, has_errors
 from dflash_dist.check import config as check_config_module
 from dflash_dist.check.config import check_config
 from dflash_dist.cli import main
 from dflash_dist.config import load_config
+from dflash_dist.train.inputs import COSTS, probe_file, resolve_drafter
 from tests.tiny import make_chats, make_config, make_target
 
 
@@ -81,6 +83,18 @@ def test_weights_that_are_not_whole_or_not_here(config: Path, target: Path, tmp_
     weights.unlink()
     finding = by_name(config, f"target.model={other}")["target weights"]
     assert finding.level == "warning" and "holds none yet" in finding.detail and "model.safetensors" in finding.mend
+
+
+def test_a_damaged_probe_is_found(config: Path) -> None:
+    settings = load_config(config)
+    folder = Path(settings.target.model)
+    gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu"
+    file = probe_file(settings, folder, resolve_drafter(settings, folder)[1], gpu)
+    file.parent.mkdir(parents=True)
+    file.write_text("{")
+    finding = by_name(config)["probe"]
+    assert finding.level == "error" and str(file) in finding.detail and "`dflash-dist probe`" in finding.mend
+    assert "probe" not in by_name(config, *(f"schedule.{name}=1" for name in COSTS))  # none is read
 
 
 def test_data_that_cannot_be_read(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
