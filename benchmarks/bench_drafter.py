@@ -1,8 +1,11 @@
 """A drafter's step on one GPU, with SpecForge's beside it: the same tensors, the same anchors, plain cross-entropy.
 
     python benchmarks/bench_drafter.py [SHAPE] [--case ROWSxTOKENS ...] [--packed TOKENS] [--peer] [--json FILE]
+        [--trace FOLDER]
+    torchrun --nproc-per-node 2 benchmarks/bench_drafter.py [SHAPE] [--case ROWSxTOKENS ...]
 
-A step is forward, backward and optimizer. A line for each: milliseconds (the median of five behind three), anchors a
+A step is forward, backward and optimizer. Under torchrun each line is followed by one for ranks that sum their
+gradients. A line for each: milliseconds (the median of five behind three), anchors a
 second, peak memory, and the host's time until the step is queued, over the whole.
 """
 
@@ -10,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import time
 import warnings
@@ -19,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from bench_target import GIB, chat_lengths
 
 from dflash_dist.config import TrainConfig
@@ -28,10 +33,11 @@ from dflash_dist.drafter.config import DrafterConfig
 from dflash_dist.drafter.loss import Objective, backward_in_groups
 from dflash_dist.drafter.model import DFlashDrafter
 from dflash_dist.target.load import TargetEnds
+from dflash_dist.train.drafter_loop import HEAD_CHUNK_BLOCKS
 from dflash_dist.train.optimizer import Optimizer
 
 COLUMNS = ("ms", "anchors_s", "peak_gib", "host_share", "loss")
-GAMMA, ANCHORS_PER_DOCUMENT, HEAD_CHUNK = 7.0, 512, 128
+GAMMA, ANCHORS_PER_DOCUMENT = 7.0, 512
 WARM_UP, REPEATS = 3, 5
 
 
@@ -68,7 +74,6 @@ class Batch:
         self.pack = Documents(rng.integers(0, shape.vocab_size, tokens), np.ones(tokens, bool), lengths, keys)
         self.shape, self.device, self.objective = shape, device, objective
         self.positions_T = torch.cat([torch.arange(n) for n in lengths.tolist()]).to(device)
-        self.documents_T = torch.arange(len(lengths)).repeat_interleave(torch.from_numpy(lengths)).to(device)
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
         width = len(shape.target_layer_ids) * shape.hidden_size
         self.features_TF = torch.randn(tokens, width, device=device, dtype=dtype)
@@ -94,23 +99,28 @@ class Batch:
         )  # fmt: skip
 
 
-def ours(batch: Batch, group: int) -> tuple[Callable[[], torch.Tensor], Any]:
-    """A step of this project's drafter, which returns its loss."""
+def ours(batch: Batch, group: int, ranks: dist.ProcessGroup | None = None) -> tuple[Callable[[], torch.Tensor], Any]:
+    """A step of this project's drafter, which returns its loss; `ranks`: who sum their gradients."""
     device = batch.device
-    model = DFlashDrafter(batch.shape, attention="flex" if device == "cuda" else "dense")
-    model.init_weights(0)
-    model.to(device)
-    optimizer = Optimizer(model, TrainConfig(), 1000, None)
+    with torch.device("meta"):
+        model = DFlashDrafter(batch.shape, attention="flex" if device == "cuda" else "dense")
+    model.to_empty(device=device)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.02) if parameter.dim() > 1 else parameter.fill_(1)
+    optimizer = Optimizer(model, TrainConfig(), 1000, ranks)
     blocks = batch.blocks.to(device)
     last_TH = batch.last_TH if batch.objective.needs_last_state else None
 
     def step() -> torch.Tensor:
         optimizer.zero_grad()
-        sums = backward_in_groups(
-            model, batch.ends, batch.features_TF, batch.positions_T, batch.documents_T, blocks, group, HEAD_CHUNK,
-            batch.objective, last_TH,
-            forward=lambda: torch.autocast(device, torch.bfloat16, enabled=device == "cuda"),
-        )  # fmt: skip
+        with optimizer.overlap(last=True):
+            sums = backward_in_groups(
+                model, batch.ends, batch.features_TF, batch.positions_T, blocks, group, HEAD_CHUNK_BLOCKS,
+                batch.objective, last_TH,
+                forward=lambda: torch.autocast(device, torch.bfloat16, enabled=device == "cuda"),
+            )  # fmt: skip
+        optimizer.reduce()
         optimizer.step(100, sums[None], sums[1])
         return sums[0] / sums[1]
 
@@ -155,9 +165,12 @@ def peers(batch: Batch, rows: int) -> tuple[Callable[[], torch.Tensor], Any]:
     return step, model
 
 
-def measure(name: str, batch: Batch, made: tuple[Callable[[], torch.Tensor], Any]) -> dict[str, float]:
-    """Runs the step, prints a line and returns its figures."""
+def measure(
+    name: str, batch: Batch, made: tuple[Callable[[], torch.Tensor], Any], trace: Path | None = None
+) -> dict[str, float]:
+    """Runs the step, prints a line and returns its figures; `trace`: a folder for a table of one step's kernels."""
     step, _ = made
+    lead = not dist.is_initialized() or dist.get_rank() == 0
     cuda = batch.device == "cuda"
     wait = torch.cuda.synchronize if cuda else lambda: None
     try:
@@ -168,6 +181,8 @@ def measure(name: str, batch: Batch, made: tuple[Callable[[], torch.Tensor], Any
             torch.cuda.reset_peak_memory_stats()
         whole_s, host_s = [], []
         for _ in range(REPEATS):
+            if dist.is_initialized():
+                dist.barrier()
             began_s = time.perf_counter()
             step()
             host_s.append(time.perf_counter() - began_s)
@@ -178,9 +193,16 @@ def measure(name: str, batch: Batch, made: tuple[Callable[[], torch.Tensor], Any
         return {}
     seconds = statistics.median(whole_s)
     peak_gib = torch.cuda.max_memory_allocated() / GIB if cuda else 0.0
+    if trace:
+        with torch.profiler.profile() as profile:
+            step()
+            wait()
+        table = profile.key_averages().table("self_cuda_time_total", row_limit=45, max_name_column_width=100)
+        (trace / f"{name.replace(', ', '-').replace(' ', '-')}.txt").write_text(table)
     anchors_s = int(batch.blocks.keep_A.sum()) / seconds
     values = (1e3 * seconds, anchors_s, peak_gib, statistics.median(host_s) / seconds, float(loss))
-    print(f"{name:<32} " + " ".join(f"{value:>12.4g}" for value in values), flush=True)
+    if lead:
+        print(f"{name:<32} " + " ".join(f"{value:>12.4g}" for value in values), flush=True)
     return dict(zip(COLUMNS, values, strict=True))
 
 
@@ -195,8 +217,15 @@ def main() -> None:
     parser.add_argument("--objective", default="tokens", choices=("tokens", "argmax", "kl"))
     parser.add_argument("--peer", action="store_true")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--trace", type=Path, help="a folder for tables of the kernels")
     options = parser.parse_args()
     shape, device = shapes()[options.shape], "cuda" if torch.cuda.is_available() else "cpu"
+    ranks = None
+    if "RANK" in os.environ:
+        if device == "cuda":
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group()
+        ranks = dist.group.WORLD
     objective = Objective(options.objective)
     print(f"{options.shape}, {options.objective}, {device}\n{'':<32} " + " ".join(f"{c:>12}" for c in COLUMNS))
     lines = {}
@@ -205,13 +234,17 @@ def main() -> None:
         anchors = rows * options.row_anchors
         batch = Batch(shape, np.full(rows, length), anchors, objective, device)
         batch.spread_anchors(options.row_anchors)
-        lines[case] = measure(f"{case}, {anchors} anchors", batch, ours(batch, options.group))
+        lines[case] = measure(f"{case}, {anchors} anchors", batch, ours(batch, options.group), options.trace)
+        if ranks is not None:
+            lines[f"{case} summed"] = measure(f"{case}, summed over ranks", batch, ours(batch, options.group, ranks))
         if options.peer and options.objective == "tokens":
             lines[f"{case} peer"] = measure(f"{case}, SpecForge", batch, peers(batch, rows))
     if options.packed:
         batch = Batch(shape, chat_lengths(options.packed), options.anchors, objective, device)
         name = f"packed {options.packed:,}, {int(batch.blocks.keep_A.sum()):,} anchors"
-        lines["packed"] = measure(name, batch, ours(batch, options.group))
+        lines["packed"] = measure(name, batch, ours(batch, options.group), options.trace)
+    if ranks is not None:
+        dist.destroy_process_group()
     if options.json:
         options.json.write_text(json.dumps(lines, indent=2))
 

@@ -159,6 +159,8 @@ class TrainConfig:
     anchors_per_backward: int = 1024
     """Anchors whose activations a drafter rank holds at a time, for a batch with more than fit. A sharded drafter takes
     all at once."""
+    activation_checkpointing: bool = False
+    """Keep of each layer its input alone, and run it again for its gradient: less memory, a quarter more time."""
     shard: Literal["none", "fsdp"] = "none"
     """Whether each drafter rank keeps the whole drafter and optimizer, or a share of them, for a drafter that is too
     large for one GPU; every batch then gathers the weights. With one drafter rank there is nothing to share."""

@@ -176,7 +176,6 @@ def block_outcomes(
             load_ends(folder, config.target, device),
             taps_TF,
             positions_T,
-            torch.zeros_like(positions_T),
             blocks.to(device),
             _CHUNK_BLOCKS,
             objective,

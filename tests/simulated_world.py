@@ -254,12 +254,12 @@ class Batch:
     """In place of a drafter batch: what the rows must hold."""
 
     work: Work
-    documents_T: Tensor
     positions_T: Tensor
+    """The documents' numbers, which is what the rows hold; behind them as many zeros as there is padding."""
     lengths_N: np.ndarray
 
-    def to(self, device: torch.device) -> tuple[Tensor, Tensor, Work]:
-        return self.positions_T, self.documents_T, self.work
+    def to(self, device: torch.device) -> tuple[Tensor, Work]:
+        return self.positions_T, self.work
 
 
 class Loader:
@@ -271,7 +271,8 @@ class Loader:
     def load(self, work: Work) -> Batch:
         documents = self._store.read(work.documents)
         rows = BUDGET if work.step % 2 else max(1, work.tokens)  # padded, or not
-        return Batch(work, torch.from_numpy(documents.tokens_T), torch.zeros(rows), documents.lengths_N)
+        numbers_T = np.pad(documents.tokens_T, (0, rows - len(documents.tokens_T)))
+        return Batch(work, torch.from_numpy(numbers_T), documents.lengths_N)
 
 
 class Reader:
@@ -282,9 +283,9 @@ class Reader:
         self.weight = torch.zeros(len(SUMS), requires_grad=True)
         self._baton, self._begins = baton, begins
 
-    def sums(self, features_TF: Tensor, documents_T: Tensor, work: Work) -> Tensor:
+    def sums(self, features_TF: Tensor, positions_T: Tensor, work: Work) -> Tensor:
         expected_TF = torch.zeros_like(features_TF)
-        expected_TF[: work.tokens, 0] = documents_T
+        expected_TF[:, 0] = positions_T
         expected_TF[: work.tokens, 1] = self._begins(work)
 
         def check() -> None:

@@ -30,7 +30,7 @@ from dflash_dist.config import Config
 from dflash_dist.installed import import_error, version_of
 
 PACKED_ATTENTION = "packed_attention"
-OWN_MIXERS = ("packed_delta_rule", "packed_convolution", "heads_apart", "gated_norm")
+OWN_KERNELS = ("packed_delta_rule", "packed_convolution", "heads_apart", "gated_norm")
 """What target ranks run in place of a hybrid's own; all but the first are Triton kernels of this project."""
 PACKED_CAPABILITY = (8, 0)
 """The least for torch's attention over packed documents."""
@@ -109,7 +109,7 @@ def never_packed(
 
     `capability`: of the GPU. It is what `use_own_attention` and `TargetForward` refuse, as far as the config tells it.
     """
-    from dflash_dist.target.packed import LAYER_TYPES
+    from dflash_dist.target.attention import LAYER_TYPES
 
     if (cap := facts.text.get("attn_logit_softcapping")) is not None:
         return f"packed attention has no soft cap, and the target's has one (attn_logit_softcapping {cap})", ""
@@ -204,7 +204,7 @@ def _hybrid(
 
 def has_own_mixers(modelling: ModuleType | None) -> bool:
     """Whether target ranks call this project's delta rule, which is fla's, and convolution in place of the model's."""
-    from dflash_dist.target.packed import is_own
+    from dflash_dist.target.mixers import is_own
 
     return modelling is not None and is_own(modelling)
 
@@ -276,7 +276,7 @@ def _layers(facts: TargetFacts, bound: list[Binding], own: bool, bad: set[str]) 
 def _mixers_to_try(modelling: ModuleType | None, own: bool, bad: set[str]) -> list[str]:
     """The kernels of linear attention in the target's forward that can be tried; `bad`: packages that are missing."""
     if own:
-        return [] if "triton" in bad else list(OWN_MIXERS)  # without fla the delta rule runs in torch, and is timed
+        return [] if "triton" in bad else list(OWN_KERNELS)  # without fla the delta rule runs in torch, and is timed
     return ["chunk_gated_delta_rule"] if not bad & {"fla", "triton"} and _delta_rule(modelling) else []
 
 

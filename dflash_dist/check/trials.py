@@ -3,8 +3,8 @@
 A case holds random inputs of a kernel in the target's shape, and how to call the kernel and its definition on them. All
 of this runs on any device, with any function in the kernel's place; `kernels.py` runs it in a process of its own.
 
-What target ranks run on a GPU are the ops of `target/packed.py`, inside its `running`: those are tried, and in the same
-way. The other kernels are those that transformers calls.
+What target ranks run on a GPU are the ops of `target/attention.py` and `target/mixers.py`, inside `running`: those are
+tried, and in the same way. The other kernels are those that transformers calls.
 
 Shape suffixes: T tokens of the pack, K key heads, H heads, D values of a head, X channels, W taps of the convolution, M
 all heads of all tokens.
@@ -12,6 +12,7 @@ all heads of all tokens.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import statistics
@@ -26,7 +27,8 @@ import torch
 from torch import Tensor, nn
 
 from dflash_dist.check.bindings import torch_reference
-from dflash_dist.target.packed import DELTA_RULE, Pack, running, use_own_mixers
+from dflash_dist.target.mixers import DELTA_RULE, use_own_mixers
+from dflash_dist.target.packed import Pack, running
 
 Kernel = Callable[..., Any]
 LENGTHS = (1500, 40, 1000, 1556)
@@ -141,7 +143,7 @@ def delta_rule_case(
     def fused(kernel: Kernel, inputs: tuple[Tensor, ...], pack: Pack) -> Tensor:
         query, key, value, g, beta = (x[None] for x in inputs)
         if ours:
-            with running(decoder, _as_row(pack)):
+            with _running(decoder, pack):
                 return kernel(query, key, value, g, beta)[0]
         bounds = pack.offsets_P
         return kernel(query, key, value, g=g, beta=beta, use_qk_l2norm_in_kernel=True, cu_seqlens=bounds)[0][0]
@@ -164,7 +166,7 @@ def convolution_case(shapes: Shapes, tokens: int, device: torch.device, dtype: t
 
     def fused(kernel: Kernel, inputs: tuple[Tensor, ...], pack: Pack) -> Tensor:
         if ours:
-            with running(decoder, _as_row(pack)):
+            with _running(decoder, pack):
                 return kernel(inputs[0][None], weight_XW)[0]
         return kernel(inputs[0].T[None], weight_XW, None, activation="silu", seq_idx=pack.document_1T)[0].T
 
@@ -252,11 +254,11 @@ def attention_case(shapes: Shapes, tokens: int, device: torch.device, dtype: tor
 
 
 KERNELS = {
-    "packed_attention": "dflash_dist.target.packed",
-    "packed_delta_rule": "dflash_dist.target.packed",
-    "packed_convolution": "dflash_dist.target.packed",
-    "heads_apart": "dflash_dist.target.packed",
-    "gated_norm": "dflash_dist.target.packed",
+    "packed_attention": "dflash_dist.target.attention",
+    "packed_delta_rule": "dflash_dist.target.mixers",
+    "packed_convolution": "dflash_dist.target.mixers",
+    "heads_apart": "dflash_dist.target.mixers",
+    "gated_norm": "dflash_dist.target.mixers",
     "chunk_gated_delta_rule": "fla.ops.gated_delta_rule",
     "causal_conv1d_fn": "causal_conv1d",
     "flash_attn_varlen_func": "flash_attn",
@@ -304,9 +306,9 @@ def _decoder(shapes: Shapes, modelling: str = __name__) -> Any:
     return type("Decoder", (), {"__module__": modelling, "config": config})()
 
 
-def _as_row(pack: Pack) -> Pack | None:
-    """None, as for right-padded rows, where the pack is a single document: so both ways are run."""
-    return pack if len(pack.lengths) > 1 else None
+def _running(decoder: Any, pack: Pack) -> contextlib.AbstractContextManager[None]:
+    """`running`, as for right-padded rows where the pack is a single document: so both ways are run."""
+    return running(decoder, pack) if len(pack.lengths) > 1 else running(decoder, None, rows=pack)
 
 
 def _beside(key_1TKD: Tensor, value_1THD: Tensor) -> Tensor:

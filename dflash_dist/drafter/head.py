@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -57,23 +58,23 @@ class Head:
 
         `weights_of`: from `likelihood_CM` to the weights [C, M], which count as constants; None for no gradient.
         """
-        shape = labels_CM.shape
+        shape, ops = labels_CM.shape, _operations(hidden_CMH)
         weight_VH, cap = self.ends.head_weight.to(hidden_CMH.dtype), self.ends.softcap or 0.0
         teacher = None
         labels_R = labels_CM.flatten()
         if self.kind != "tokens":
             teacher_RV = F.linear(self._teacher_states(anchors_C, shape[1]), weight_VH)
-            teacher_sum_R, labels_R, _ = head_reference.row_statistics(teacher_RV, labels_R, cap)
+            teacher_sum_R, labels_R, _ = ops.row_statistics(teacher_RV, labels_R, cap)
             teacher = teacher_RV, teacher_sum_R
         logits_RV = F.linear(hidden_CMH.flatten(0, 1), weight_VH)
-        sum_R, prediction_R, label_logit_R = head_reference.row_statistics(logits_RV, labels_R, cap)
+        sum_R, prediction_R, label_logit_R = ops.row_statistics(logits_RV, labels_R, cap)
         loss_R = sum_R - label_logit_R
         likelihood_CM = (-loss_R).exp().view(shape)
         weight_R = None if weights_of is None else weights_of(likelihood_CM).flatten().to(loss_R.dtype)
         if self.kind == "kl" and teacher is not None:
-            loss_R = head_reference.divergence_(logits_RV, sum_R, *teacher, weight_R, cap)
+            loss_R = ops.divergence_(logits_RV, sum_R, *teacher, weight_R, cap)
         elif weight_R is not None:
-            head_reference.cross_entropy_gradient_(logits_RV, sum_R, labels_R, weight_R, cap)
+            ops.cross_entropy_gradient_(logits_RV, sum_R, labels_R, weight_R, cap)
         outcome = Outcome(loss_R.view(shape), prediction_R.view(shape), labels_R.view(shape), likelihood_CM)
         # From here on `logits_RV` holds the gradient of the logits.
         return outcome, None if weight_R is None else (logits_RV @ weight_VH).unflatten(0, shape)
@@ -83,6 +84,15 @@ class Head:
         assert self.last_TH is not None, f"the objective {self.kind} needs the target's last states"
         rows_CM = anchors_C[:, None] + torch.arange(offsets, device=anchors_C.device)
         return self.last_TH[rows_CM.clamp_max(len(self.last_TH) - 1)].flatten(0, 1)
+
+
+def _operations(hidden: Tensor) -> ModuleType:
+    """What computes on the logits."""
+    if hidden.is_cuda:
+        from dflash_dist.drafter import head_kernels  # here, as there may be no Triton where there is no GPU
+
+        return head_kernels
+    return head_reference
 
 
 class WithGradient(torch.autograd.Function):
@@ -98,4 +108,4 @@ class WithGradient(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         """The chain rule."""
         (gradient,) = ctx.saved_tensors
-        return gradient * gradients[0][0].to(gradient.dtype), None, None
+        return gradient.mul_(gradients[0][0]), None, None  # in place: nobody reads it again

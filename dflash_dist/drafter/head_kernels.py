@@ -1,8 +1,7 @@
 """The loss over the vocabulary on CUDA, in Triton: logits are read once for the sums, and once for the gradient.
 
-Not in use yet: `Head` calls `head_reference.py`, which says what each function computes. Logits may be of any float
-type, sums are fp32. Offsets are int64, as a chunk can hold more than 2^31 logits. No kernel is specialised for the
-number of rows.
+`head_reference.py` says what each function computes. Logits may be of any float type, sums are fp32. Offsets are int64,
+as a chunk can hold more than 2^31 logits. No kernel is specialised for the number of rows.
 
 Shape suffixes: R rows, V vocabulary rows, N column blocks.
 """
@@ -17,7 +16,9 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 4096
-"""Columns that a program reads at a time."""
+"""Columns that a program writes."""
+STATISTICS_BLOCK = 512
+"""Columns that a program reads at a time: on an H200 0.16 ms for a thousand rows of 248,320, with 4,096 0.26 ms."""
 
 
 def row_statistics(logits_RV: Tensor, labels_R: Tensor, cap: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -33,7 +34,7 @@ def row_statistics(logits_RV: Tensor, labels_R: Tensor, cap: float) -> tuple[Ten
         label_logit_R,
         V=columns,
         CAP=cap,
-        BLOCK=BLOCK,
+        BLOCK=STATISTICS_BLOCK,
         num_warps=8,
     )
     return sum_R, prediction_R, label_logit_R

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from dflash_dist.drafter.anchors import BlockTensors
 from dflash_dist.drafter.head import Head, Outcome, WithGradient
+from dflash_dist.drafter.linear import casting_once
 from dflash_dist.drafter.model import DFlashDrafter, KeyValue
 
 if TYPE_CHECKING:
@@ -61,7 +62,6 @@ def block_sums(
     ends: TargetEnds,
     features_TF: Tensor,
     positions_T: Tensor,
-    documents_T: Tensor,
     blocks: BlockTensors,
     chunk: int,
     objective: Objective = Objective(),
@@ -70,12 +70,12 @@ def block_sums(
     """The sums named in `SUMS` over one batch, [6] fp32; only the first carries a gradient.
 
     `features_TF`: the target's tapped states, finite in padding rows too. `positions_T`: int64 positions within the
-    document. `documents_T`: int64 document of each token, -1 for padding. `chunk`: blocks whose logits exist at once.
-    `last_TH`: the target's last hidden states after its final norm, for the objectives that need them.
+    document. `chunk`: blocks whose logits exist at once. `last_TH`: the target's last hidden states after its final
+    norm, for the objectives that need them.
     """
-    masks = model.masks(blocks.anchors_A, blocks.keep_A, documents_T)
-    hidden_ABH = model(features_TF, positions_T, ends.embed(blocks.ids_AB), blocks.positions_AB, masks)
-    return head_sums(hidden_ABH, Head(ends, objective.kind, last_TH), blocks, chunk, objective)
+    masks = model.masks(blocks, len(positions_T))
+    hidden_AMH = model(features_TF, positions_T, ends.embed(blocks.ids_AB), blocks.positions_AB, masks)
+    return head_sums(hidden_AMH, Head(ends, objective.kind, last_TH), blocks, chunk, objective)
 
 
 def backward_in_groups(
@@ -83,7 +83,6 @@ def backward_in_groups(
     ends: TargetEnds,
     features_TF: Tensor,
     positions_T: Tensor,
-    documents_T: Tensor,
     blocks: BlockTensors,
     group: int,
     chunk: int,
@@ -100,7 +99,7 @@ def backward_in_groups(
     """
     if len(blocks.anchors_A) <= group:
         with forward():
-            sums = block_sums(model, ends, features_TF, positions_T, documents_T, blocks, chunk, objective, last_TH)
+            sums = block_sums(model, ends, features_TF, positions_T, blocks, chunk, objective, last_TH)
         with backward():
             sums[0].backward()
         return sums.detach()
@@ -108,54 +107,54 @@ def backward_in_groups(
     groups = [BlockTensors(*parts) for parts in zip(*(x.split(group) for x in blocks), strict=True)]
 
     def sums_of(context: Sequence[KeyValue], part: BlockTensors) -> Tensor:
-        masks = model.masks(part.anchors_A, part.keep_A, documents_T)
-        hidden_ABH = model.blocks(ends.embed(part.ids_AB), part.positions_AB, context, masks)
-        return head_sums(hidden_ABH, head, part, chunk, objective)
+        masks = model.masks(part, len(positions_T))
+        hidden_AMH = model.blocks(ends.embed(part.ids_AB), part.positions_AB, context, masks)
+        return head_sums(hidden_AMH, head, part, chunk, objective)
 
-    with forward():
-        context = model.context(features_TF, positions_T)
-    leaves = [(key.detach().requires_grad_(), value.detach().requires_grad_()) for key, value in context]
-    total = []
-    for part in groups[:-1]:
+    with casting_once(model):
         with forward():
-            sums = sums_of(leaves, part)
+            context = model.context(features_TF, positions_T)
+        leaves = [(key.detach().requires_grad_(), value.detach().requires_grad_()) for key, value in context]
+        total = []
+        for part in groups[:-1]:
+            with forward():
+                sums = sums_of(leaves, part)
+            with backward():
+                sums[0].backward()
+            total.append(sums.detach())
+        with forward():
+            sums = sums_of(context, groups[-1])
+        roots: list[Tensor] = [sums[0]]
+        gradients: list[Tensor | None] = [None]
+        for pair, own in zip(context, leaves, strict=True):
+            for tensor, leaf in zip(pair, own, strict=True):
+                roots.append(tensor)
+                gradients.append(leaf.grad)
         with backward():
-            sums[0].backward()
-        total.append(sums.detach())
-    with forward():
-        sums = sums_of(context, groups[-1])
-    roots: list[Tensor] = [sums[0]]
-    gradients: list[Tensor | None] = [None]
-    for pair, own in zip(context, leaves, strict=True):
-        for tensor, leaf in zip(pair, own, strict=True):
-            roots.append(tensor)
-            gradients.append(leaf.grad)
-    with backward():
-        torch.autograd.backward(roots, gradients)
+            torch.autograd.backward(roots, gradients)
     return torch.stack([*total, sums.detach()]).sum(0)
 
 
-def head_sums(hidden_ABH: Tensor, head: Head, blocks: BlockTensors, chunk: int, objective: Objective) -> Tensor:
+def head_sums(hidden_AMH: Tensor, head: Head, blocks: BlockTensors, chunk: int, objective: Objective) -> Tensor:
     """`block_sums` from the drafter's output."""
-    wants_gradient = hidden_ABH.requires_grad
-    gradient_ABH = torch.zeros_like(hidden_ABH) if wants_gradient else None
+    gradient_AMH = torch.empty_like(hidden_AMH) if hidden_AMH.requires_grad else None
     sums = []
     with torch.no_grad():
         for begin in range(0, len(blocks.anchors_A), chunk):
             part = slice(begin, begin + chunk)
-            hidden_CMH, labels_CM, valid_CM, weights_CM = (
-                x_AB[part, 1:] for x_AB in (hidden_ABH, blocks.labels_AB, blocks.valid_AB, blocks.weights_AB)
+            labels_CM, valid_CM, weights_CM = (
+                x_AB[part, 1:] for x_AB in (blocks.labels_AB, blocks.valid_AB, blocks.weights_AB)
             )
             weigh = functools.partial(_weights, objective, valid_CM, weights_CM)
             outcome, gradient_CMH = head.outcome(
-                hidden_CMH, blocks.anchors_A[part], labels_CM, weigh if wants_gradient else None
+                hidden_AMH[part], blocks.anchors_A[part], labels_CM, None if gradient_AMH is None else weigh
             )
             sums.append(_sums(outcome, valid_CM, weigh(outcome.likelihood_CM), objective))
-            if gradient_ABH is not None and gradient_CMH is not None:
-                gradient_ABH[part, 1:] = gradient_CMH
+            if gradient_AMH is not None and gradient_CMH is not None:
+                gradient_AMH[part] = gradient_CMH
         total = torch.stack(sums).sum(0)
         total = torch.cat([total, blocks.keep_A.sum().to(total.dtype)[None]])
-    return total if gradient_ABH is None else WithGradient.apply(hidden_ABH, total, gradient_ABH)
+    return total if gradient_AMH is None else WithGradient.apply(hidden_AMH, total, gradient_AMH)
 
 
 @torch.no_grad()
@@ -164,17 +163,16 @@ def offset_outcomes(
     ends: TargetEnds,
     features_TF: Tensor,
     positions_T: Tensor,
-    documents_T: Tensor,
     blocks: BlockTensors,
     chunk: int,
     objective: Objective = Objective(),
     last_TH: Tensor | None = None,
 ) -> Outcome:
     """The outcome of every offset by itself, computed as `block_sums` does; to look at, not to train on."""
-    masks = model.masks(blocks.anchors_A, blocks.keep_A, documents_T)
-    hidden_ABH = model(features_TF, positions_T, ends.embed(blocks.ids_AB), blocks.positions_AB, masks)
+    masks = model.masks(blocks, len(positions_T))
+    hidden_AMH = model(features_TF, positions_T, ends.embed(blocks.ids_AB), blocks.positions_AB, masks)
     head = Head(ends, objective.kind, last_TH)
-    chunks = zip(*(x.split(chunk) for x in (hidden_ABH[:, 1:], blocks.anchors_A, blocks.labels_AB[:, 1:])), strict=True)
+    chunks = zip(*(x.split(chunk) for x in (hidden_AMH, blocks.anchors_A, blocks.labels_AB[:, 1:])), strict=True)
     outcomes = [head.outcome(*parts)[0] for parts in chunks]
     return Outcome(*(torch.cat(parts) for parts in zip(*outcomes, strict=True)))
 

@@ -2,23 +2,26 @@
 
 Queries are the tokens of all blocks, block after block. Keys are the pack's T context tokens, then the queries again.
 
-Shape suffixes: T context tokens, A blocks, B block size, Q = A * B queries, S = T + Q keys.
+Shape suffixes: T context tokens, A blocks, B block size, Q = A * B queries, S = T + Q keys, I and J tiles of queries
+and keys.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.nn import functional as F
+from torch.nn.attention.flex_attention import BlockMask
 
 from dflash_dist.drafter.config import DrafterConfig
 
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """(batch, head, query index, key index), broadcast together, to bool: whether the query sees the key."""
+TILE = 128
+"""Queries and keys of a tile of flex attention, which is computed as a whole, or not at all."""
 
 
 class LayerKind(NamedTuple):
@@ -36,10 +39,10 @@ class BlockLayout(NamedTuple):
     """int64: the anchor's place in the context."""
     keep_A: Tensor
     """bool: False for padding blocks."""
-    anchor_documents_A: Tensor
-    """int64: the anchor's document."""
-    documents_T: Tensor
-    """int64: the document of each context token, -1 for padding."""
+    starts_A: Tensor
+    """int64: where the anchor's document begins in the context."""
+    context: int
+    """T, with padding."""
 
 
 class DenseMask(NamedTuple):
@@ -59,19 +62,15 @@ def visibility(kind: LayerKind, layout: BlockLayout) -> Rule:
     """The visibility rule of one kind of layer.
 
     A query at offset j of the block at anchor a sees the context before a in its document (from a + j - (window - 1)
-    on in a sliding layer) and its own block (up to j where causal). Padding blocks see nothing, and context of
-    document -1 is never seen.
+    on in a sliding layer) and its own block (up to j where causal). Padding blocks see nothing.
     """
     causal, window = kind
-    block_size, anchors_A, keep_A, anchor_documents_A, documents_T = layout
-    context = documents_T.shape[0]
-    # Keys past the context get a document of their own, so that no index leaves the tensor.
-    documents_S = torch.cat([documents_T, documents_T.new_full((anchors_A.shape[0] * block_size,), -2)])
+    block_size, anchors_A, keep_A, starts_A, context = layout
 
     def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         block, offset = query // block_size, query % block_size
-        anchor, document = anchors_A[block], documents_S[key]
-        in_context = (key < anchor) & (document == anchor_documents_A[block]) & (document >= 0)
+        anchor = anchors_A[block]
+        in_context = (key >= starts_A[block]) & (key < anchor)
         if window is not None:
             in_context = in_context & (key >= anchor + offset - (window - 1))
         own = key - context
@@ -101,7 +100,7 @@ def inference_masks(config: DrafterConfig, context_tokens: int, block_size: int,
     masks: dict[LayerKind, Mask] = {sees_all: None}
     if any(kind != sees_all for kind in kinds):
         zero = torch.zeros(1, dtype=torch.int64, device=device)
-        layout = BlockLayout(block_size, zero + context_tokens, zero == 0, zero, zero.expand(context_tokens))
+        layout = BlockLayout(block_size, zero + context_tokens, zero == 0, zero, context_tokens)
         masks |= {kind: _dense_mask(kind, layout) for kind in dict.fromkeys(kinds) if kind != sees_all}
     return [masks[kind] for kind in kinds]
 
@@ -114,21 +113,49 @@ def _dense_mask(kind: LayerKind, layout: BlockLayout) -> DenseMask:
     device = layout.anchors_A.device
     queries = layout.anchors_A.shape[0] * layout.block_size
     query_Q1 = torch.arange(queries, device=device)[:, None]
-    key_1S = torch.arange(layout.documents_T.shape[0] + queries, device=device)[None]
+    key_1S = torch.arange(layout.context + queries, device=device)[None]
     visible_QS = visibility(kind, layout)(query_Q1, query_Q1, query_Q1, key_1S)
     padding_Q = ~layout.keep_A.repeat_interleave(layout.block_size)
     return DenseMask(visible_QS | padding_Q[:, None], padding_Q)
 
 
 def _flex_mask(kind: LayerKind, layout: BlockLayout) -> BlockMask:
-    device = layout.anchors_A.device
+    """The mask's tiles from the ends of what each query sees: the Q x S pairs are never looked at."""
+    some_IJ, all_IJ = _tiles(kind, layout)
     queries = layout.anchors_A.shape[0] * layout.block_size
-    create = _compiled_create_block_mask() if device.type == "cuda" else create_block_mask
-    keys = layout.documents_T.shape[0] + queries
-    return create(visibility(kind, layout), None, None, queries, keys, device=device)
+    return BlockMask.from_kv_blocks(
+        *_ordered(some_IJ & ~all_IJ),
+        *_ordered(all_IJ),
+        BLOCK_SIZE=TILE,
+        mask_mod=visibility(kind, layout),
+        seq_lengths=(queries, layout.context + queries),
+    )
 
 
-@functools.cache
-def _compiled_create_block_mask() -> Callable[..., BlockMask]:
-    """Compiled, so that the Q x S mask never exists in memory."""
-    return torch.compile(create_block_mask, dynamic=False)
+def _tiles(kind: LayerKind, layout: BlockLayout) -> tuple[Tensor, Tensor]:
+    """bool [I, J] each: the tiles in which some pair may be visible, and those in which all are."""
+    block_size, anchors_A, keep_A, starts_A, context = layout
+    queries = anchors_A.shape[0] * block_size
+    query_Q = torch.arange(queries, device=anchors_A.device)
+    block_Q, offset_Q = query_Q // block_size, query_Q % block_size
+    begin_Q, end_Q, keep_Q1 = starts_A[block_Q], anchors_A[block_Q], keep_A[block_Q, None]
+    if kind.window is not None:
+        begin_Q = torch.maximum(begin_Q, end_Q + offset_Q - (kind.window - 1))
+    own_begin_Q = context + block_Q * block_size
+    own_end_Q = own_begin_Q + (offset_Q + 1 if kind.causal else block_size)
+    first_J = torch.arange(0, context + queries, TILE, device=anchors_A.device)
+    last_J = first_J + TILE
+
+    def meets(begin_Q: Tensor, end_Q: Tensor) -> Tensor:
+        return torch.maximum(begin_Q[:, None], first_J) < torch.minimum(end_Q[:, None], last_J)
+
+    some_QJ = (meets(begin_Q, end_Q) | meets(own_begin_Q, own_end_Q)) & keep_Q1
+    all_QJ = (begin_Q[:, None] <= first_J) & (last_J <= end_Q[:, None]) & keep_Q1
+    some_QJ, all_QJ = (F.pad(x_QJ, (0, 0, 0, -queries % TILE), value=False) for x_QJ in (some_QJ, all_QJ))
+    return some_QJ.unflatten(0, (-1, TILE)).any(1), all_QJ.unflatten(0, (-1, TILE)).all(1)
+
+
+def _ordered(tiles_IJ: Tensor) -> tuple[Tensor, Tensor]:
+    """The numbers of a row's tiles, int32 [1, 1, I], and those tiles first of all, int32 [1, 1, I, J]."""
+    order_IJ = tiles_IJ.int().argsort(dim=1, descending=True, stable=True)
+    return tiles_IJ.sum(1, dtype=torch.int32)[None, None], order_IJ.int()[None, None]

@@ -219,8 +219,8 @@ def block_logits(
     ids_B[0] = anchor_id
     positions_B = torch.arange(length, length + size, device=device)
     masks = inference_masks(drafter.config, length, size, device)
-    hidden_1BH = drafter.blocks(ends.embed(ids_B)[None], positions_B[None], context, masks)
-    return ends.logits(hidden_1BH[0, 1:])
+    hidden_1MH = drafter.blocks(ends.embed(ids_B)[None], positions_B[None], context, masks)
+    return ends.logits(hidden_1MH[0])
 
 
 def _until_stop(ids: list[int], stop_ids: Collection[int]) -> list[int]:

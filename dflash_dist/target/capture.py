@@ -19,19 +19,10 @@ from torch import Tensor, nn
 
 from dflash_dist.config import TargetConfig
 from dflash_dist.errors import UserError
+from dflash_dist.target.attention import checking_windows, use_own_attention
 from dflash_dist.target.load import check_longest, load_taps
-from dflash_dist.target.packed import (
-    NotPackableError,
-    Pack,
-    checking_windows,
-    fla_missing,
-    has_own_mixers,
-    running,
-    to_device,
-    tune_delta_rule,
-    use_own_attention,
-    use_own_mixers,
-)
+from dflash_dist.target.mixers import fla_missing, has_own_mixers, tune_delta_rule, use_own_mixers
+from dflash_dist.target.packed import NotPackableError, Pack, running, to_device
 from dflash_dist.target.packing import RowGroup, one_row, row_groups
 from dflash_dist.wire import WireFormat
 
@@ -79,7 +70,8 @@ class TargetForward:
         linear = "linear_attention" in (getattr(self._model.config, "layer_types", None) or [])
         self._hybrid = linear and has_own_mixers(self._model)
         use_own_mixers(self._model)
-        if self._hybrid and device.type == "cuda" and fla_missing() is None:
+        self._by_fla = self._hybrid and device.type == "cuda" and fla_missing() is None
+        if self._by_fla:
             self._halving(lambda lengths_N: tune_delta_rule(self._model, lengths_N, device))
         self.not_packed_because = "" if layout else self._packing_is_slow()
         """Why documents are padded to rows; empty where they are packed, or where rows were asked for."""
@@ -137,7 +129,8 @@ class TargetForward:
         where = {} if pack is None else {"position_ids": pack.positions_1T}
         if pack is not None and self._hybrid:
             where["seq_idx"] = pack.document_1T
-        with self._keeping() as states_RLH, running(self._model, pack):
+        rows = Pack.of(np.full(*group.shape), self._device) if pack is None and self._by_fla else None
+        with self._keeping() as states_RLH, running(self._model, pack, rows):
             output = self._model(input_ids=to_device(ids_RL, self._device), use_cache=False, **where)
         return [*states_RLH, output.last_hidden_state] if self._last_state else states_RLH
 

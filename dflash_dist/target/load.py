@@ -6,6 +6,7 @@ Shape suffixes: B blocks or rows, H hidden size, V vocabulary rows.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -76,6 +77,8 @@ def _supported_config(folder: Path | str, trust_remote_code: bool) -> Any:
     Such a target can neither be cut behind a layer nor be given its embeddings from one table.
     """
     config = full_config(folder, trust_remote_code)
+    if config.is_encoder_decoder:
+        raise UserError(f"target {folder} is a {config.model_type}, an encoder with a decoder, which is not supported")
     text = config.get_text_config()
     check_causal(text, folder)
     layered = {
@@ -157,11 +160,15 @@ def load_taps(
         decoder = _random_decoder(config, settings, device)
     else:
         decoder = _load(folder, settings, config, device, head=False).get_decoder()
+    _check_layers(decoder, folder)
+    return decoder
+
+
+def _check_layers(decoder: Any, folder: Path | str) -> None:
     if not hasattr(decoder, "layers"):
         raise UserError(
             f"target {folder} is a {type(decoder).__name__}, whose layers cannot be tapped: it has no `layers`"
         )
-    return decoder
 
 
 def _random_decoder(config: Any, settings: TargetConfig, device: torch.device) -> Any:
@@ -190,10 +197,11 @@ def ends_of(model: Any, folder: Path | str) -> TargetEnds:
     Such as Granite's multipliers: a drafter trained without them would fit another model. So both ends are compared
     with what the target itself computes for a few tokens.
     """
+    decoder = model.get_decoder()
+    _check_layers(decoder, folder)
     softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
     ends = TargetEnds(model.get_input_embeddings(), model.get_output_embeddings().weight.detach(), softcap)
     seen: dict[str, Tensor] = {}
-    decoder = model.get_decoder()
     hooks = [
         decoder.layers[0].register_forward_pre_hook(
             lambda layer, inputs, named: seen.update(embedded=inputs[0] if inputs else named["hidden_states"]),
@@ -296,22 +304,63 @@ def check_attention(folder: Path | str, settings: TargetConfig) -> None:
 def _model_class(config: Any, settings: TargetConfig, head: bool) -> tuple[Any, Any]:
     """The class of the causal language model that `config` describes, or one like it whose head holds no weights.
 
-    And the configuration that it takes: a vision wrapper's text part.
+    And the configuration that it takes: of a vision wrapper its text part, where transformers has a class for that;
+    else the class is the wrapper's, which knows the names of all weights, and all of it that is not text is left out.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+    )
 
+    kind = type(config)
+    sees = kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and kind not in MODEL_FOR_CAUSAL_LM_MAPPING
+    auto = AutoModelForImageTextToText if sees else AutoModelForCausalLM
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=settings.trust_remote_code)
+        model = auto.from_config(config, trust_remote_code=settings.trust_remote_code)
     whole = type(model)
-    if head:
+    if sees and (asked := _asked_beside_text(whole)):
+        raise UserError(f"a {whole.__name__} takes no text without {' and '.join(asked)}")
+    if head and model.config.get_text_config() is model.config:
         return whole, model.config
 
-    def without_head(self: Any, config: Any) -> None:
+    def of_text_alone(self: Any, config: Any) -> None:
         whole.__init__(self, config)
-        self.lm_head = nn.Identity()
+        _leave_out(self, {self.get_decoder()} | ({self.get_output_embeddings()} if head else set()))
 
-    members = {"__init__": without_head, "__module__": whole.__module__, "_tied_weights_keys": None}
-    return type(whole.__name__, (whole,), members), model.config
+    members = {"__init__": of_text_alone, "__module__": whole.__module__}
+    ties = {} if head else {"_tied_weights_keys": None}
+    return type(whole.__name__, (whole,), members | ties), model.config
+
+
+def _asked_beside_text(model_class: Any) -> list[str]:
+    """The arguments that a forward cannot be without, but for the text."""
+    _, *parameters = inspect.signature(model_class.forward).parameters.values()
+    needed = [x.name for x in parameters if x.kind is x.POSITIONAL_OR_KEYWORD and x.default is x.empty]
+    return [name for name in needed if name != "input_ids"]
+
+
+class _LeftOut(nn.Module):
+    """In the place of a part that text alone does not need."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self._name = type(part).__name__
+
+    def forward(self, *args: Any, **kwargs: Any) -> None:
+        raise UserError(f"the target runs its {self._name} for text alone, which is not supported")
+
+
+def _leave_out(module: nn.Module, kept: set[nn.Module]) -> None:
+    """Takes the weights from all parts of `module` that neither are nor hold one of the modules `kept`."""
+    if module in kept:
+        return
+    for name, part in module.named_children():
+        if kept.isdisjoint(part.modules()):
+            setattr(module, name, _LeftOut(part))
+        else:
+            _leave_out(part, kept)
 
 
 @contextlib.contextmanager

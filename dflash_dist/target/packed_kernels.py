@@ -47,7 +47,7 @@ def convolution(hidden_BTX: Tensor, weight_XW: Tensor, positions_1T: Tensor | No
 
 
 def heads_apart(values_BTHD: Tensor, normalise: bool) -> Tensor:
-    """See packed.heads_apart."""
+    """See mixers.heads_apart."""
     rows, length, heads, size = values_BTHD.shape
     evenly = rows == 1 or values_BTHD.stride(0) == length * values_BTHD.stride(1)
     if values_BTHD.stride(3) != 1 or not evenly:
@@ -70,7 +70,7 @@ def heads_apart(values_BTHD: Tensor, normalise: bool) -> Tensor:
 
 
 def gated_norm(values_ND: Tensor, gate_ND: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
-    """See packed.gated_norm. Rounds where the models' own code does: behind the norm, and behind the weight."""
+    """See mixers.gated_norm. Rounds where the models' own code does: behind the norm, and behind the weight."""
     values_ND, gate_ND = values_ND.contiguous(), gate_ND.contiguous()
     count, size = values_ND.shape
     out_ND = torch.empty_like(values_ND)

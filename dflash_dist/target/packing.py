@@ -31,11 +31,11 @@ def row_groups(lengths_N: np.ndarray, max_padding_share: float = 0.15) -> list[R
     longest_first = np.argsort(-lengths_N, kind="stable")
     groups, first = [], 0
     while first < len(longest_first):
-        width = int(lengths_N[longest_first[first]])
+        width = max(2, int(lengths_N[longest_first[first]]))  # torch.compile takes a size of 1 for a constant
         real = np.cumsum(lengths_N[longest_first[first:]])
         padded = width * np.arange(1, len(real) + 1)
         too_empty = np.flatnonzero(real < (1 - max_padding_share) * padded)
-        count = int(too_empty[0]) if len(too_empty) else len(real)
+        count = max(1, int(too_empty[0])) if len(too_empty) else len(real)
         groups.append(_group(longest_first[first : first + count], starts_N, lengths_N, width))
         first += count
     return groups

@@ -48,16 +48,13 @@ class DrafterBatch:
     lengths_N: np.ndarray
     positions_T: Tensor
     """int64 position of each token in its document; 0 in the padding."""
-    documents_T: Tensor
-    """int64 number of each token's document in the pack; -1 in the padding."""
     blocks: Blocks
     noise_seeds: list[int]
     """What each document's noise is drawn from."""
 
-    def to(self, device: torch.device) -> tuple[Tensor, Tensor, BlockTensors]:
-        """(positions_T, documents_T, blocks) on `device`; copies from pinned memory do not hold up the host."""
-        positions_T = self.positions_T.to(device, non_blocking=True)
-        return positions_T, self.documents_T.to(device, non_blocking=True), self.blocks.to(device)
+    def to(self, device: torch.device) -> tuple[Tensor, BlockTensors]:
+        """(positions_T, blocks) on `device`; copies from pinned memory do not hold up the host."""
+        return self.positions_T.to(device, non_blocking=True), self.blocks.to(device)
 
 
 class BatchLoader:
@@ -91,7 +88,6 @@ class BatchLoader:
             torch.from_numpy(documents.tokens_T),
             lengths_N,
             self._tensor(np.pad(token_offsets(lengths_N), (0, padding))),
-            self._tensor(np.pad(np.repeat(np.arange(len(lengths_N)), lengths_N), (0, padding), constant_values=-1)),
             blocks,
             document_hashes(documents, NOISE_SEED ^ self._config.train.seed, work.epoch).view(np.int64).tolist(),
         )

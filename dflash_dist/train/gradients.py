@@ -62,6 +62,7 @@ class ReplicatedGradients:
         self.flat = flat_gradient(self.masters)
         self._buckets: list[Tensor] = []
         self._sizes: list[int] = []
+        self._nodes: list[Any] = []
         self._overlapping = False
         if group is not None:
             self._cut_buckets(parameters)
@@ -70,7 +71,11 @@ class ReplicatedGradients:
     def _cut_buckets(self, parameters: Sequence[nn.Parameter]) -> None:
         begin = end = count = 0
         for parameter in parameters:
-            parameter.register_post_accumulate_grad_hook(functools.partial(self._complete, len(self._buckets)))
+            # The node behind the parameter, since a product may have added to the gradient by itself: autograd comes
+            # here when all have run, and brings none. Kept, or the next graph would have another.
+            node: Any = parameter.view_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+            node.register_hook(functools.partial(self._complete, len(self._buckets)))
+            self._nodes.append(node)
             end, count = end + parameter.numel(), count + 1
             if (end - begin) * self.flat.itemsize >= BUCKET_BYTES or end == len(self.flat):
                 self._buckets.append(self.flat[begin:end])
@@ -108,7 +113,7 @@ class ReplicatedGradients:
         """See Gradients."""
         return torch.linalg.vector_norm(self.flat)
 
-    def _complete(self, bucket: int, parameter: Tensor) -> None:
+    def _complete(self, bucket: int, *gradients: Any) -> None:
         """Takes note that a backward pass has given one more gradient of a bucket."""
         if self._overlapping:
             self._missing[bucket] -= 1

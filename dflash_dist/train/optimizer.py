@@ -78,14 +78,34 @@ class Optimizer:
         norm = self._gradients.norm() / total_weight
         bad = (~(norm.isfinite() & stats.isfinite().all())).float()
         clip = (self._settings.clip_norm / (norm + 1e-6)).clamp_max(1.0)
-        for param_group in self._adamw.param_groups:
-            param_group["lr"] = self.learning_rate(step)
-        # The fused kernel's own switches for mixed precision: it divides the gradient by the one while it reads it, and
-        # a set flag makes the step a no-op on the device.
-        self._adamw.grad_scale = total_weight / clip  # type: ignore[attr-defined]
-        self._adamw.found_inf = bad  # type: ignore[attr-defined]
-        self._adamw.step()
+        self._update(self.learning_rate(step), total_weight / clip, bad)
         return torch.stack([norm, bad])
+
+    def _update(self, rate: float, divisor: Tensor, skip: Tensor) -> None:
+        """AdamW by the gradient / `divisor`; nothing where `skip` is not 0."""
+        if not self._gradients.flat.is_cuda or not self._adamw.state:
+            for param_group in self._adamw.param_groups:
+                param_group["lr"] = rate
+            # The fused kernel's own switches for mixed precision.
+            self._adamw.grad_scale, self._adamw.found_inf = divisor, skip  # type: ignore[attr-defined]
+            self._adamw.step()
+            return
+        from dflash_dist.train.adamw_kernel import adamw_  # here, as there may be no Triton where there is no GPU
+
+        states = [self._adamw.state[master] for master in self._gradients.masters]
+        torch._foreach_add_([state["step"] for state in states], [1 - skip] * len(states))
+        adamw_(
+            self._gradients.masters,
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            states[0]["step"],
+            divisor=divisor,
+            skip=skip,
+            rate=rate,
+            betas=(self._settings.betas[0], self._settings.betas[1]),
+            eps=self._adamw.defaults["eps"],
+            decay=self._settings.weight_decay,
+        )
 
     def state_tensors(self) -> dict[str, Tensor]:
         """AdamW's live state, flat: `exp_avg.<parameter>`, `exp_avg_sq.<parameter>` and `step.<parameter>`, all fp32.
@@ -111,5 +131,6 @@ class Optimizer:
 
     def _update_nothing(self) -> None:
         """Makes the moments, and launches the update's kernels once: a first launch may have to wait for the device."""
-        self._adamw.found_inf = torch.ones((), device=self._gradients.flat.device)  # type: ignore[attr-defined]
-        self._adamw.step()
+        one = torch.ones((), device=self._gradients.flat.device)
+        for _ in range(2):  # torch's, which makes the state, and the kernel
+            self._update(0.0, one, one)

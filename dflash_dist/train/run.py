@@ -288,6 +288,7 @@ def _model(context: RankContext, fresh: bool) -> DFlashDrafter:
         flex = context.device.type == "cuda" and context.drafter.head_dim >= FLEX_MIN_HEAD_DIM
         attention = "flex" if flex else "dense"
     model = DFlashDrafter(context.drafter, attention=attention)
+    model.activation_checkpointing = settings.activation_checkpointing
     if settings.init_from is not None and fresh:
         model.load_state_dict(load_drafter(Path(settings.init_from)).state_dict())
     else:

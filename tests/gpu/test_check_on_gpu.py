@@ -16,7 +16,7 @@ import torch
 from dflash_dist.check import Finding, check, has_errors
 from dflash_dist.check.gpus import read_nvml
 from dflash_dist.check.kernels import Failure, try_kernels, verdict
-from dflash_dist.check.layers import OWN_MIXERS
+from dflash_dist.check.layers import OWN_KERNELS
 from dflash_dist.check.trials import KERNELS, Case, Measured, Shapes, make_case, measure
 from dflash_dist.installed import import_error
 from dflash_dist.target.packed import Pack, running
@@ -142,13 +142,13 @@ def test_the_check_of_a_hybrid_target(tmp_path: Path) -> None:
     if "chunk_gated_delta_rule" in INSTALLED:
         assert summary.level == "ok" and summary.detail == "48 of 64 layers run the fused delta rule"
         assert findings["binding chunk_gated_delta_rule"].detail.startswith("fla.")
-        assert {findings[f"kernel {name}"].level for name in OWN_MIXERS} == {"ok"}, findings
+        assert {findings[f"kernel {name}"].level for name in OWN_KERNELS} == {"ok"}, findings
         assert findings["packing"].level == "ok" and "tried here" in findings["packing"].detail
     else:
         sentence = "48 of 64 layers would run the torch fallback: about 1.5 times slower"
         assert summary.level == "error" and summary.detail.startswith(sentence) and summary.mend
         assert "measured on this GPU: torch takes" in summary.cost
-        assert {findings[f"kernel {name}"].level for name in OWN_MIXERS[1:]} == {"ok"}, findings
+        assert {findings[f"kernel {name}"].level for name in OWN_KERNELS[1:]} == {"ok"}, findings
         assert findings["packing"].level == "warning"
 
 
@@ -157,7 +157,7 @@ def test_the_check_of_a_dense_target_tries_attention_alone(tmp_path: Path) -> No
 
     findings = checked(tmp_path, Qwen3Config(num_hidden_layers=8).to_dict())
     assert "linear attention" not in findings and findings["kernel packed_attention"].level == "ok"
-    assert not {f"kernel {name}" for name in (*OWN_MIXERS, "causal_conv1d_fn")} & set(findings)
+    assert not {f"kernel {name}" for name in (*OWN_KERNELS, "causal_conv1d_fn")} & set(findings)
     assert findings["packing"].level == "ok" and findings["compiler"].level == "ok"
 
 

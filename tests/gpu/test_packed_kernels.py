@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from dflash_dist.target import packed
+from dflash_dist.target import mixers, packed
 
 pytestmark = [
     pytest.mark.gpu,
@@ -28,7 +28,7 @@ def test_the_convolution_keeps_to_documents(channels: int, taps: int, dtype: tor
         pack = packed.Pack.of(np.array(lengths), CUDA)
         hidden_1TX = random(1, sum(lengths), channels, dtype=dtype)
         out_1TX = convolution(hidden_1TX, weight_XW, pack.positions_1T)
-        expected_1TX = packed._shifted_sum(hidden_1TX, weight_XW, pack.document_1T)
+        expected_1TX = mixers._shifted_sum(hidden_1TX, weight_XW, pack.document_1T)
         torch.testing.assert_close(out_1TX, expected_1TX, rtol=1e-2, atol=1e-4)
         start = 0
         for length in lengths:
@@ -37,7 +37,7 @@ def test_the_convolution_keeps_to_documents(channels: int, taps: int, dtype: tor
             start += length
     rows = random(5, 33, channels, dtype=dtype)
     torch.testing.assert_close(
-        convolution(rows, weight_XW, None), packed._shifted_sum(rows, weight_XW, None), rtol=1e-2, atol=1e-4
+        convolution(rows, weight_XW, None), mixers._shifted_sum(rows, weight_XW, None), rtol=1e-2, atol=1e-4
     )
 
 
@@ -71,7 +71,7 @@ def test_the_gated_norm_is_the_models_own(size: int) -> None:
     for heads in (1, 100, 1000):
         values_MD, gate_MD = random(2, heads, size)
         expected = norm(values_MD, gate_MD)
-        out = packed.gated_norm(values_MD, gate_MD, norm.weight, norm.variance_epsilon)
+        out = mixers.gated_norm(values_MD, gate_MD, norm.weight, norm.variance_epsilon)
         torch.testing.assert_close(out, expected, rtol=1e-2, atol=1e-6)
 
 
@@ -79,11 +79,11 @@ def test_the_ops_tell_the_compiler_the_truth() -> None:
     tests = ("test_schema", "test_faketensor")
     decoder = type("Decoder", (), {"config": None})
     with packed.running(decoder, packed.Pack.of(np.array([5, 70]), CUDA)):
-        torch.library.opcheck(packed.packed_convolution, (random(1, 75, 256), random(256, 4)), test_utils=tests)
+        torch.library.opcheck(mixers.packed_convolution, (random(1, 75, 256), random(256, 4)), test_utils=tests)
     for normalise in (False, True):
-        torch.library.opcheck(packed.heads_apart, (random(1, 75, 6, 64)[:, :, ::2], normalise), test_utils=tests)
+        torch.library.opcheck(mixers.heads_apart, (random(1, 75, 6, 64)[:, :, ::2], normalise), test_utils=tests)
     heads_MD = random(75, 64)
-    torch.library.opcheck(packed.gated_norm, (heads_MD, heads_MD, random(64), 1e-6), test_utils=tests)
+    torch.library.opcheck(mixers.gated_norm, (heads_MD, heads_MD, random(64), 1e-6), test_utils=tests)
 
 
 def test_no_number_of_tokens_compiles() -> None:

@@ -60,13 +60,11 @@ def test_flex_equals_dense() -> None:
     torch.manual_seed(0)
     features = torch.randn(padded, 256, device="cuda")
     last = torch.randn(padded, 128, device="cuda")
-    document_T = torch.full((padded,), -1, device="cuda")
-    document_T[:tokens] = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths))
     positions = torch.zeros(padded, dtype=torch.int64, device="cuda")
     positions[:tokens] = torch.from_numpy(np.concatenate([np.arange(n) for n in lengths]))
     embedding = torch.nn.Embedding(500, 128, device="cuda")
     ends = TargetEnds(embedding, torch.randn(500, 128, device="cuda"), None)
-    inputs = (features, positions, document_T, blocks.to("cuda"))
+    inputs = (features, positions, blocks.to("cuda"))
     for objective in (Objective(), Objective("argmax", "dpace"), Objective("kl")):
         results = {}
         for attention in ("dense", "flex"):

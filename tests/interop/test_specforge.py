@@ -59,7 +59,7 @@ class Batch:
     def ours(self, blocks):
         """Our sums by name: scalar tensors, the loss with its gradient."""
         ends = TargetEnds(torch.nn.Embedding.from_pretrained(self.table_VH), self.head_VH, None)
-        inputs = (self.features_TF, POSITIONS_T, DOCUMENTS_T, blocks.to("cpu"))
+        inputs = (self.features_TF, POSITIONS_T, blocks.to("cpu"))
         return dict(zip(SUMS, block_sums(self.drafter, ends, *inputs, chunk=5).unbind(), strict=True))
 
     def theirs(self, attention):

@@ -78,7 +78,7 @@ class Batch:
 
     def ours(self, drafter, target, objective):
         """Our sums by name: scalar tensors, the loss with its gradient."""
-        inputs = (self.features_TF, POSITIONS_T, DOCUMENTS_T, self.blocks)
+        inputs = (self.features_TF, POSITIONS_T, self.blocks)
         last_TH = target.model.norm(self.last_TH)
         sums = block_sums(drafter, ends_of(target), *inputs, chunk=5, objective=objective, last_TH=last_TH)
         return dict(zip(SUMS, sums.unbind(), strict=True))
@@ -160,7 +160,7 @@ def test_a_sliding_window_is_bounded_as_the_engines_do_only_with_us(load_both, t
     """The specification (2.3) bounds the context by a + j - (W - 1), as served; speculators by a - W at any offset."""
     batch = Batch()
     anchors_A, keep_A = batch.blocks.anchors_A, batch.blocks.keep_A
-    layout = BlockLayout(BLOCK_SIZE, anchors_A, keep_A, DOCUMENTS_T[anchors_A], DOCUMENTS_T)
+    layout = BlockLayout(BLOCK_SIZE, anchors_A, keep_A, anchors_A - POSITIONS_T[anchors_A], sum(LENGTHS))
     rule = visibility(LayerKind(causal=True, window=NARROW), layout)
     their_rule, queries, keys = core.create_anchor_block_mask_mod(
         DOCUMENTS_T, sum(LENGTHS), anchors_A, BLOCK_SIZE, sliding_window=NARROW

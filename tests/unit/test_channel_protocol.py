@@ -26,8 +26,8 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drafter_loop, "all_reduce", lambda tensor, group: group.meet())
     monkeypatch.setattr(drafter_loop, "BatchLoader", Loader)
 
-    def sums(model: Any, ends: Any, features: Tensor, positions: Any, documents: Tensor, work: Any, *_: Any) -> Tensor:
-        return model.sums(features, documents, work)
+    def sums(model: Any, ends: Any, features: Tensor, positions: Tensor, work: Any, *_: Any) -> Tensor:
+        return model.sums(features, positions, work)
 
     def sums_and_gradient(*args: Any, **contexts: Any) -> Tensor:
         values = sums(*args)

@@ -24,8 +24,10 @@ from dflash_dist.check import kernels, layers
 from dflash_dist.check.bindings import torch_reference
 from dflash_dist.check.kernels import Failure, try_kernels, verdict
 from dflash_dist.check.trials import KERNELS, Case, Measured, Shapes, make_case, measure
-from dflash_dist.target import packed
-from dflash_dist.target.packed import Pack
+from dflash_dist.target import attention as attention_of_target
+from dflash_dist.target import mixers
+from dflash_dist.target.attention import packed_attention
+from dflash_dist.target.packed import Pack, current
 
 CPU = torch.device("cpu")
 SMALL = Shapes(2, 4, 16, 16, 4, 4, 2, 16, sliding_window=20)
@@ -96,8 +98,8 @@ def leaky_attention(*inputs: Any, causal: bool = False) -> Tensor:
 
 def packed_convolution(hidden_1TX: Tensor, weight_XW: Tensor) -> Tensor:
     """What the op computes on a GPU, where Triton runs."""
-    pack = packed._running.pack
-    return packed._shifted_sum(hidden_1TX, weight_XW, None if pack is None else pack.document_1T)
+    pack = current.pack
+    return mixers._shifted_sum(hidden_1TX, weight_XW, None if pack is None else pack.document_1T)
 
 
 def gated_norm(value_MD: Tensor, gate_MD: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
@@ -110,10 +112,10 @@ def one_document(op: Callable[..., Any]) -> Callable[..., Any]:
     """The op, which is not told where documents begin."""
 
     def leaky(*inputs: Tensor, **named: Any) -> Any:
-        pack = packed._running.pack
+        pack = current.pack
         if pack is None:
             return op(*inputs, **named)
-        with mock.patch.object(packed._running, "pack", Pack.of(np.array([sum(pack.lengths)]), CPU)):
+        with mock.patch.object(current, "pack", Pack.of(np.array([sum(pack.lengths)]), CPU)):
             return op(*inputs, **named)
 
     return leaky
@@ -130,10 +132,10 @@ def off(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 
 RIGHT: dict[str, Callable[..., Any]] = {
-    "packed_attention": packed.packed_attention,
-    "packed_delta_rule": packed.packed_delta_rule,
+    "packed_attention": packed_attention,
+    "packed_delta_rule": mixers.packed_delta_rule,
     "packed_convolution": packed_convolution,
-    "heads_apart": packed.heads_apart,
+    "heads_apart": mixers.heads_apart,
     "gated_norm": gated_norm,
     "chunk_gated_delta_rule": delta_rule,
     "causal_conv1d_fn": convolution,
@@ -141,14 +143,18 @@ RIGHT: dict[str, Callable[..., Any]] = {
 }
 """Real ops where they run on a CPU, else stand-ins."""
 LEAKY: dict[str, Callable[..., Any]] = {
-    "packed_attention": one_document(packed.packed_attention),
-    "packed_delta_rule": one_document(packed.packed_delta_rule),
+    "packed_attention": one_document(packed_attention),
+    "packed_delta_rule": one_document(mixers.packed_delta_rule),
     "packed_convolution": one_document(packed_convolution),
     "chunk_gated_delta_rule": leaky_delta_rule,
     "causal_conv1d_fn": leaky_convolution,
     "flash_attn_varlen_func": leaky_attention,
 }
 """The others look at single tokens alone."""
+
+
+def is_op(value: object) -> bool:
+    return isinstance(value, torch.library.CustomOpDef)
 
 
 def case(name: str) -> Case:
@@ -160,10 +166,12 @@ def test_each_kernel_has_a_case_and_a_mend() -> None:
 
 
 def test_each_op_of_target_ranks_is_tried() -> None:
-    """All that `packed.py` defines for them; another one would run untried."""
-    ops = {name for name, value in vars(packed).items() if isinstance(value, torch.library.CustomOpDef)}
-    assert ops == {name for name, module in KERNELS.items() if module == packed.__name__}
-    assert ops == {layers.PACKED_ATTENTION, *layers.OWN_MIXERS}
+    """All that their modules define; another one would run untried."""
+    modules = (attention_of_target, mixers)
+    found = {module.__name__: {n for n, value in vars(module).items() if is_op(value)} for module in modules}
+    for module, ops in found.items():
+        assert ops == {name for name, place in KERNELS.items() if place == module}
+    assert set().union(*found.values()) == {layers.PACKED_ATTENTION, *layers.OWN_KERNELS}
 
 
 @pytest.mark.parametrize("name", RIGHT)
@@ -190,7 +198,7 @@ def test_wrong_values_are_found(name: str) -> None:
 
 def test_a_window_that_attention_does_not_keep_to_is_found() -> None:
     def without_window(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int) -> Tensor:
-        return packed.packed_attention(query, key, value, scale, 0)
+        return packed_attention(query, key, value, scale, 0)
 
     finding = verdict("packed_attention", measure(case("packed_attention"), without_window, LENGTHS))
     assert finding.level == "error" and "gives other values than torch" in finding.detail
@@ -200,7 +208,7 @@ def test_a_window_that_attention_does_not_keep_to_is_found() -> None:
 @pytest.mark.parametrize("name", ["packed_convolution", "heads_apart", "gated_norm"])
 def test_our_own_kernels_pass_in_the_interpreter(name: str) -> None:
     """In float16, as the interpreter computes no bfloat16."""
-    module = "packed_kernels" if name == "heads_apart" else "packed"  # on a CPU the op itself does without
+    module = "packed_kernels" if name == "heads_apart" else "mixers"  # on a CPU the op itself does without
     code = f"""
 import dataclasses, json, torch
 from dflash_dist.check.trials import make_case, measure

@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from dflash_dist.drafter.anchors import BlockTensors
 from dflash_dist.drafter.model import DFlashDrafter
 from dflash_dist.errors import UserError
 from dflash_dist.export import folder as folder_module
@@ -92,10 +93,11 @@ def test_export_and_load_give_the_same_drafter(folder, drafter):
     rounded = random_drafter(drafter.config)
     rounded.load_state_dict({name: tensor.bfloat16().float() for name, tensor in drafter.state_dict().items()})
     features, positions = torch.randn(9, 128), torch.arange(9)
-    embeddings, places = torch.randn(1, 4, 64), torch.arange(9, 13)[None]
+    embeddings, places = torch.randn(1, 4, 64), torch.arange(8, 12)[None]
+    block = BlockTensors(torch.tensor([8]), torch.tensor([True]), places, places, places, places > 8, places / 8)
     outputs = []
     for model in (loaded, rounded):
-        masks = model.masks(torch.tensor([8]), torch.tensor([True]), torch.zeros(9, dtype=torch.int64))
+        masks = model.masks(block, 9)
         outputs.append(model.blocks(embeddings, places, model.context(features, positions), masks))
     assert torch.equal(*outputs)
 

@@ -42,7 +42,7 @@ class Batch:
 
     def sums(self, drafter, chunk=3, blocks=None, objective=TOKENS):
         blocks = blocks or self.blocks
-        inputs = (self.features, self.positions, self.numbers, blocks, chunk)
+        inputs = (self.features, self.positions, blocks, chunk)
         return block_sums(drafter, self.ends, *inputs, objective, self.last if objective.needs_last_state else None)
 
 
@@ -134,10 +134,10 @@ def test_kl_to_a_target_that_the_drafter_equals_is_zero():
     batch, drafter = Batch(config), random_drafter(config).double()
     with torch.no_grad():
         context = drafter.context(batch.features, batch.positions)
-        masks = drafter.masks(batch.blocks.anchors_A, batch.blocks.keep_A, batch.numbers)
+        masks = drafter.masks(batch.blocks, len(batch.positions))
         hidden = drafter.blocks(batch.ends.embed(batch.blocks.ids_AB), batch.blocks.positions_AB, context, masks)
     first = batch.blocks.anchors_A[:1]
-    batch.last[first.item() : first.item() + config.block_size - 1] = hidden[0, 1:]
+    batch.last[first.item() : first.item() + config.block_size - 1] = hidden[0]
     alone = type(batch.blocks)(*(x[:1] for x in batch.blocks))
     sums = dict(zip(SUMS, batch.sums(drafter, blocks=alone, objective=Objective("kl")).tolist(), strict=True))
     assert sums["valid"] > 0
@@ -150,7 +150,7 @@ def test_outcomes_of_offsets_add_up_to_the_sums(objective):
     config = small_config()
     batch, drafter = Batch(config), random_drafter(config).double()
     last = batch.last if objective.needs_last_state else None
-    inputs = (batch.features, batch.positions, batch.numbers, batch.blocks, 3)
+    inputs = (batch.features, batch.positions, batch.blocks, 3)
     outcomes = offset_outcomes(drafter, batch.ends, *inputs, objective, last)
     valid, weights = batch.blocks.valid_AB[:, 1:], batch.blocks.weights_AB[:, 1:]
     sums = dict(zip(SUMS, batch.sums(drafter, objective=objective).tolist(), strict=True))
@@ -177,17 +177,19 @@ def test_chunk_size_changes_neither_loss_nor_gradients():
 
 @pytest.mark.parametrize("objective", [TOKENS, Objective("kl", "dpace")], ids=lambda o: f"{o.kind}-{o.weights}")
 @pytest.mark.parametrize("group", [1, 3, 100])
-def test_blocks_in_groups_give_the_same_sums_and_gradients(group, objective):
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_blocks_in_groups_give_the_same_sums_and_gradients(group, objective, checkpointing):
     """Each parameter gets its gradient of the last group and of the context from one backward call."""
     config = small_config()
     drafter, whole = random_drafter(config).double(), random_drafter(config).double()
+    drafter.activation_checkpointing = checkpointing
     batch = Batch(config)
     expected = batch.sums(whole, objective=objective)
     expected[0].backward()
     calls = {}
     for name, parameter in drafter.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda p, name=name: calls.update({name: calls.get(name, 0) + 1}))
-    inputs = (batch.features, batch.positions, batch.numbers, batch.blocks, group, 2, objective)
+    inputs = (batch.features, batch.positions, batch.blocks, group, 2, objective)
     sums = backward_in_groups(drafter, batch.ends, *inputs, batch.last if objective.needs_last_state else None)
     torch.testing.assert_close(sums, expected.detach(), rtol=1e-12, atol=0)
     for (name, ours), theirs in zip(drafter.named_parameters(), whole.parameters(), strict=True):
@@ -197,6 +199,24 @@ def test_blocks_in_groups_give_the_same_sums_and_gradients(group, objective):
     assert calls == {name: 1 if name in of_context_alone else groups for name, _ in drafter.named_parameters()}
 
 
+def test_checkpointed_layers_keep_their_inputs_alone():
+    batch, drafter = Batch(small_config()), random_drafter(small_config()).double()
+    kept = {}
+    for checkpointing in (False, True):
+        drafter.activation_checkpointing = checkpointing
+        storages = {}
+
+        def keep(tensor, storages=storages):
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            batch.sums(drafter)
+        weights = {p.untyped_storage().data_ptr() for p in drafter.parameters()}
+        kept[checkpointing] = sum(size for place, size in storages.items() if place not in weights)
+    assert kept[True] < 0.5 * kept[False]
+
+
 def test_accepted_counts_the_leading_correct_run_alone():
     config = small_config()
     batch = Batch(config, torch.float32)
@@ -204,10 +224,10 @@ def test_accepted_counts_the_leading_correct_run_alone():
     keep = int(batch.blocks.keep_A.sum())
     with torch.no_grad():
         context = drafter.context(batch.features, batch.positions)
-        masks = drafter.masks(batch.blocks.anchors_A, batch.blocks.keep_A, batch.numbers)
+        masks = drafter.masks(batch.blocks, len(batch.positions))
         hidden = drafter.blocks(batch.ends.embed(batch.blocks.ids_AB), batch.blocks.positions_AB, context, masks)
-        best = batch.ends.logits(hidden.flatten(0, 1)).argmax(-1).view(-1, config.block_size)
-    labels = best.clone()
+        best = batch.ends.logits(hidden.flatten(0, 1)).argmax(-1).view(-1, config.block_size - 1)
+    labels = torch.nn.functional.pad(best, (1, 0))
     valid = torch.ones_like(batch.blocks.valid_AB) & batch.blocks.keep_A[:, None]
     valid[:, 0] = False
     labels[0, 1] += 1  # wrong from the start: nothing accepted though offsets 2 and 3 are right

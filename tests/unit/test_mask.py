@@ -1,7 +1,10 @@
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.attention.flex_attention import create_block_mask
 
-from dflash_dist.drafter.mask import BlockLayout, build_masks, inference_masks
+from dflash_dist.drafter.mask import BlockLayout, LayerKind, _flex_mask, build_masks, inference_masks
 from tests.random_models import drafter_config, llama_config
 from tests.reference import sees
 
@@ -20,8 +23,8 @@ SHAPES = {
 
 
 def layout() -> BlockLayout:
-    anchors, documents = torch.tensor(ANCHORS), torch.tensor(DOCUMENTS)
-    return BlockLayout(4, anchors, torch.tensor(KEEP), documents[anchors], documents)
+    starts = [DOCUMENTS.index(DOCUMENTS[anchor]) for anchor in ANCHORS]
+    return BlockLayout(4, *map(torch.tensor, (ANCHORS, KEEP, starts)), len(DOCUMENTS))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -48,6 +51,38 @@ def test_flex_rule_equals_the_definition_for_every_pair(shape):
             for key in range(keys):
                 expected = sees(config.to_json(), layer, query, key, ANCHORS, KEEP, DOCUMENTS)
                 assert visible[query][key] == expected, (layer, query, key)
+
+
+@given(
+    kind=st.sampled_from([LayerKind(c, w) for c in (False, True) for w in (None, 40, 300)]),
+    block_size=st.sampled_from([4, 8, 10, 16]),
+    lengths=st.lists(st.integers(1, 400), min_size=1, max_size=6),
+    padding=st.integers(0, 150),
+    blocks=st.integers(1, 60),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=60, deadline=None)
+def test_flex_tiles_are_those_in_which_some_pair_or_every_pair_is_visible(
+    kind, block_size, lengths, padding, blocks, seed
+):
+    """torch finds them by looking at all pairs."""
+    generator = torch.Generator().manual_seed(seed)
+    ends = torch.tensor(lengths).cumsum(0)
+    anchors = torch.randint(0, int(ends[-1]), (blocks,), generator=generator)
+    anchors = anchors.sort()[0] if seed % 4 else anchors  # in any order
+    starts = (ends - torch.tensor(lengths))[torch.searchsorted(ends, anchors, right=True)]
+    keep = torch.rand(blocks, generator=generator) < 0.9
+    layout = BlockLayout(block_size, anchors, keep, starts, int(ends[-1]) + padding)
+    queries = blocks * block_size
+    ours = _flex_mask(kind, layout)
+    theirs = create_block_mask(ours.mask_mod, None, None, queries, layout.context + queries, device="cpu")
+    for name in ("kv", "full_kv", "q", "full_q"):
+        numbers, places = (
+            [getattr(mask, f"{name}_{what}")[0, 0] for mask in (ours, theirs)] for what in ("num_blocks", "indices")
+        )
+        assert torch.equal(*numbers), name
+        for mine, other, count in zip(*places, numbers[0].tolist(), strict=True):
+            assert torch.equal(mine[:count], other[:count]), name
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -108,9 +107,8 @@ def sums_of(drafter: DFlashDrafter, step: int, rank: int, index: int) -> Tensor:
     table, head = (torch.randn(VOCAB, CONFIG.hidden_size, generator=generator) for _ in range(2))
     ends = TargetEnds(torch.nn.Embedding.from_pretrained(table), head, None)
     positions = torch.cat([torch.arange(n) for n in lengths])
-    numbers = torch.from_numpy(np.arange(len(lengths)).repeat(lengths))
     features = torch.randn(len(positions), 3 * CONFIG.hidden_size, generator=generator)
-    return block_sums(drafter, ends, features, positions, numbers, blocks, chunk=3)
+    return block_sums(drafter, ends, features, positions, blocks, chunk=3)
 
 
 def loss_of(sums: Tensor, step: int, rank: int, index: int) -> Tensor:

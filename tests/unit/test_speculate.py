@@ -54,7 +54,7 @@ class Oracle(DFlashDrafter):
         self.prompt_tokens, self.continuation, self.wrong = prompt_tokens, continuation, wrong
 
     def blocks(self, embeddings_ABH, positions_AB, context, masks):
-        return positions_AB[..., None].float()
+        return positions_AB[:, 1:, None].float()
 
     def logits(self, hidden_BH):
         rows = torch.zeros(len(hidden_BH), self.config.vocab_size)
@@ -197,12 +197,10 @@ def test_training_logits_of_every_anchor_equal_those_of_cached_decoding(tmp_path
     numbers = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
     compared = 0
     with torch.no_grad():
-        masks = drafter.masks(blocks.anchors_A, blocks.keep_A, numbers)
+        masks = drafter.masks(blocks, len(numbers))
         embeddings, context = ends.embed(blocks.ids_AB), drafter.context(features, positions)
         hidden = drafter.blocks(embeddings, blocks.positions_AB, context, masks)
-        trained = {
-            int(a): ends.logits(h[1:]) for a, h, k in zip(blocks.anchors_A, hidden, blocks.keep_A, strict=True) if k
-        }
+        trained = {int(a): ends.logits(h) for a, h, k in zip(blocks.anchors_A, hidden, blocks.keep_A, strict=True) if k}
         for number in range(len(lengths)):
             document, places = tokens[numbers == number], (numbers == number).nonzero()[:, 0].tolist()
             # Tokens come to the caches one by one, each before two wrong ones that are rolled back.

@@ -1,0 +1,87 @@
+"""AdamW on CUDA in Triton, where torch's fused one writes the gradient back, too, and works in small launches."""
+
+# mypy: disallow-untyped-defs=False
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 2048
+
+
+@torch.no_grad()
+def adamw_(
+    parameters: Sequence[Tensor],
+    averages: Sequence[Tensor],
+    squares: Sequence[Tensor],
+    count: Tensor,
+    *,
+    divisor: Tensor,
+    skip: Tensor,
+    rate: float,
+    betas: tuple[float, float],
+    eps: float,
+    decay: float,
+) -> None:
+    """Steps fp32 parameters by `.grad` / `divisor`; `averages` and `squares` are the first and second moments.
+
+    `count`, `divisor`, `skip`: fp32 scalars on the device. `count` is of the steps with this one; where `skip` is not
+    0, nothing changes.
+    """
+    correction = torch.stack([1 - beta ** count.double() for beta in betas])
+    for parameter, average, square in zip(parameters, averages, squares, strict=True):
+        assert parameter.grad is not None
+        size = parameter.numel()
+        _adamw_kernel[triton.cdiv(size, BLOCK),](
+            parameter,
+            parameter.grad,
+            average,
+            square,
+            correction,
+            divisor,
+            skip,
+            size,
+            rate,
+            betas[0],
+            betas[1],
+            eps,
+            decay,
+            BLOCK=BLOCK,
+            num_warps=8,
+        )
+
+
+@triton.jit(do_not_specialize=["size"])
+def _adamw_kernel(
+    parameters,
+    gradients,
+    averages,
+    squares,
+    correction,
+    divisor,
+    skip,
+    size,
+    rate,
+    beta_1,
+    beta_2,
+    eps,
+    decay,
+    BLOCK: tl.constexpr,
+):
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < tl.where(tl.load(skip) == 0, size, 0)
+    gradient = tl.load(gradients + place, mask=inside, other=0.0) / tl.load(divisor)
+    average = tl.load(averages + place, mask=inside, other=0.0)
+    average += (1 - beta_1) * (gradient - average)
+    square = beta_2 * tl.load(squares + place, mask=inside, other=0.0) + (1 - beta_2) * gradient * gradient
+    parameter = tl.load(parameters + place, mask=inside, other=0.0) * (1 - rate * decay)
+    step = rate / tl.load(correction).to(tl.float32)
+    deviation = tl.sqrt(square) / tl.sqrt(tl.load(correction + 1).to(tl.float32)) + eps
+    tl.store(parameters + place, parameter - step * average / deviation, mask=inside)
+    tl.store(averages + place, average, mask=inside)
+    tl.store(squares + place, square, mask=inside)
