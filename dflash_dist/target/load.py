@@ -277,8 +277,9 @@ def _load(folder: Path | str, settings: TargetConfig, config: Any, device: torch
                 output_loading_info=True,
             )
     except Exception as error:  # of files, of memory, and of any module whose numbers in the config do not fit
-        check_attention(folder, settings)
-        check_weights(Path(folder))  # which tells the file
+        if not isinstance(error, UserError):
+            check_attention(folder, settings)
+            check_weights(Path(folder))  # which tells the file
         raise UserError(f"target {folder} cannot be loaded: {_one_line(error)}") from None
     if loading["missing_keys"] or loading["mismatched_keys"]:
         wrong = sorted(map(str, [*loading["missing_keys"], *loading["mismatched_keys"]]))
