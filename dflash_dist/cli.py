@@ -282,17 +282,27 @@ app.add_typer(profile, name="profile")
 
 @profile.command(name="run")
 def profile_run(
-    config: ConfigOption,
-    topo: TopologyOption,
+    config: Annotated[Path | None, typer.Option("--config", help="YAML configuration of a fresh short run.")] = None,
+    topo: Annotated[str | None, typer.Option("--topo", help="Topology of a fresh short run.")] = None,
     steps: Annotated[int, typer.Option("--steps", min=1, help="Steps in the recorded window.")] = 4,
-    run: Annotated[str | None, typer.Option("--run", help="Name of the run.")] = None,
+    run: Annotated[str | None, typer.Option("--run", help="The running run, or the fresh one's name.")] = None,
     device: DeviceOption = "auto",
     overrides: Overrides = None,
 ) -> None:
-    """Make a short run in which every rank records a trace.
+    """Have every rank record a trace, in a run that goes on or a fresh one.
 
-    It is always a new run; the traces lie in its profile/ folder, which is printed.
+    --run alone: of the run that goes on under this name. --config and --topo: of a fresh short one. The traces lie in
+    the run's profile/ folder, which is printed.
     """
+    if config is None and topo is None and run is not None:
+        if overrides or device != "auto":
+            raise UserError("a run that goes on takes neither overrides nor --device")
+        from dflash_dist.commands import window_command
+
+        print(window_command(Path(run), steps))
+        return
+    if config is None or topo is None:
+        raise UserError("give --run NAME for a run that goes on, or --config FILE and --topo T-D for a fresh short one")
     from dflash_dist.topology import parse_topology
 
     topology = parse_topology(topo)
@@ -300,6 +310,23 @@ def profile_run(
     from dflash_dist.commands import profile_command
 
     raise SystemExit(profile_command(config, topology, steps, run, device, overrides or []))
+
+
+@profile.command(name="analyze")
+def profile_analyze(
+    folder: Annotated[Path, typer.Argument(help="Folder of a run's traces, or one trace.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say what each rank's time goes to, in shares that add up to 100 %.
+
+    Of several traces of a rank the newest is read.
+    """
+    from dflash_profiling import cli, trace_file
+
+    try:
+        cli.analyze(folder, as_json)
+    except trace_file.TraceError as error:
+        raise UserError(str(error)) from None
 
 
 def _json_object(option: str, text: str) -> dict[str, Any]:

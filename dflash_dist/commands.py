@@ -33,6 +33,7 @@ from dflash_dist.train.launch import export_checkpoint
 from dflash_dist.train.launch import train as run_train
 from dflash_dist.train.metrics import tensorboard_command
 from dflash_dist.train.run_folder import CONFIG, run_config, run_store
+from dflash_dist.train.window import ask_window
 
 CACHE = ".cache/dflash_dist"
 
@@ -209,6 +210,13 @@ def profile_command(
         )
         print(folder)
     return code
+
+
+def window_command(run: Path, steps: int) -> Path:
+    """Has the process that trains the run record a window; returns the folder of the traces."""
+    folder = find_run(run)
+    ask_window(folder, steps, lambda line: print(line, file=sys.stderr))
+    return folder / "profile"
 
 
 def find_run(run: Path) -> Path:

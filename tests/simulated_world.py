@@ -346,6 +346,8 @@ class ReportsOfNothing:
 
     def checkpoint(self, step: int) -> None: ...
 
+    def lead_window(self, step: int) -> None: ...
+
     def lead_stop(self, step: int) -> None:
         if self._context.leads:
             self._context.control.lead_stop(step, LAG_STEPS)

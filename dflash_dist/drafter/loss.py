@@ -20,6 +20,7 @@ from dflash_dist.drafter.anchors import BlockTensors
 from dflash_dist.drafter.head import Head, Outcome, WithGradient
 from dflash_dist.drafter.linear import casting_once
 from dflash_dist.drafter.model import DFlashDrafter, KeyValue
+from dflash_profiling.record import span
 
 if TYPE_CHECKING:
     from dflash_dist.config import ObjectiveConfig
@@ -139,7 +140,7 @@ def head_sums(hidden_AMH: Tensor, head: Head, blocks: BlockTensors, chunk: int, 
     """`block_sums` from the drafter's output."""
     gradient_AMH = torch.empty_like(hidden_AMH) if hidden_AMH.requires_grad else None
     sums = []
-    with torch.no_grad():
+    with span("loss"), torch.no_grad():
         for begin in range(0, len(blocks.anchors_A), chunk):
             part = slice(begin, begin + chunk)
             labels_CM, valid_CM, weights_CM = (

@@ -25,6 +25,7 @@ from dflash_dist.target.mixers import fla_missing, has_own_mixers, tune_delta_ru
 from dflash_dist.target.packed import NotPackableError, Pack, running, to_device
 from dflash_dist.target.packing import RowGroup, one_row, row_groups
 from dflash_dist.wire import WireFormat
+from dflash_profiling.record import span
 
 Layout = Literal["packed", "rows"]
 TRIAL_LENGTHS = np.array([70, 33, 66, 129])
@@ -120,7 +121,8 @@ class TargetForward:
         for group in [one_row(lengths_N)] if packed else row_groups(lengths_N):
             states = self._states(tokens_T, group, Pack.of(lengths_N, self._device) if packed else None)
             source_G, destination_G = (torch.from_numpy(x) for x in (group.source, group.destination))
-            wire.pack(states, to_device(source_G, self._device), to_device(destination_G, self._device), out_TW)
+            with span("gather"):
+                wire.pack(states, to_device(source_G, self._device), to_device(destination_G, self._device), out_TW)
 
     def _states(self, tokens_T: Tensor, group: RowGroup, pack: Pack | None) -> list[Tensor]:
         """The captured states [R, L, H] of all rows: references, as no layer writes into what another gave."""

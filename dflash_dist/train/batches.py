@@ -17,6 +17,7 @@ from dflash_dist.data.store import Documents, TokenStore
 from dflash_dist.drafter.anchors import Blocks, BlockTensors, default_gamma, document_hashes, draw_blocks
 from dflash_dist.drafter.config import DrafterConfig
 from dflash_dist.target.packing import token_offsets
+from dflash_profiling.record import span
 
 ANCHOR_MULTIPLE = 8
 """On the CPU the anchors are padded to a multiple of this; on CUDA to whole groups, so that shapes are fixed."""
@@ -70,17 +71,18 @@ class BatchLoader:
     def load(self, work: Work) -> DrafterBatch:
         """The batch of `work`, on the host."""
         documents = FILLER if work.is_filler else self._store.read(work.documents)
-        blocks = draw_blocks(
-            documents,
-            block_size=self._drafter.block_size,
-            mask_token_id=self._drafter.mask_token_id,
-            anchors_per_document=self._config.objective.anchors_per_document,
-            max_anchors=self._config.objective.max_anchors_per_batch,
-            gamma=self._gamma,
-            seed=self._config.train.seed,
-            epoch=work.epoch,
-            pad_to=ANCHOR_MULTIPLE if work.is_filler else self._anchor_multiple,
-        )
+        with span("anchors"):
+            blocks = draw_blocks(
+                documents,
+                block_size=self._drafter.block_size,
+                mask_token_id=self._drafter.mask_token_id,
+                anchors_per_document=self._config.objective.anchors_per_document,
+                max_anchors=self._config.objective.max_anchors_per_batch,
+                gamma=self._gamma,
+                seed=self._config.train.seed,
+                epoch=work.epoch,
+                pad_to=ANCHOR_MULTIPLE if work.is_filler else self._anchor_multiple,
+            )
         padded = FILLER_TOKENS if work.is_filler else self._config.schedule.token_budget
         padding = padded - len(documents.tokens_T) if self._pin else 0
         lengths_N = documents.lengths_N

@@ -62,6 +62,13 @@ class RankContext:
         assert number is not None
         return number
 
+    def advance_trace(self, step: int) -> None:
+        """Called as each step or batch begins: opens, goes on with or writes this rank's trace, where one is wanted."""
+        if (window := self.control.window()) is not None:
+            self.trace.move(*window)
+        with self.watch.pausing():  # the end of a trace is written here
+            self.trace.advance(step)
+
     @property
     def leads(self) -> bool:
         """Whether this is the first drafter rank, which writes metrics and checkpoints."""

@@ -87,6 +87,17 @@ class Control:
             self._stop_passed_on = True
         return int(self._store.get("stop")) if self._store.check(["stop"]) else None
 
+    def lead_window(self, start_step: int, steps: int) -> None:
+        """Called by the first drafter rank: has every rank trace these steps, which none has begun."""
+        self._store.set("window", json.dumps([start_step, steps]))
+
+    def window(self) -> tuple[int, int] | None:
+        """(first step, steps) of the last window that was asked for; called by every rank once a step or more often."""
+        if not self._store.check(["window"]):
+            return None
+        start_step, steps = json.loads(self._store.get("window"))
+        return start_step, steps
+
     def publish(self, **facts: float) -> None:
         """Makes this rank's progress readable by the others."""
         self._store.set(f"progress/{self._rank}", json.dumps(facts))

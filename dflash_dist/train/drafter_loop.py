@@ -44,8 +44,7 @@ def drafter_loop(
     batches = Lookahead(prefetch(works, loader.load, depth=2))
     step = context.start_step
     for step in range(context.start_step + 1, schedule.total_steps + 1):
-        with context.watch.pausing():  # the end of a trace is written here
-            context.trace.advance(step)
+        context.advance_trace(step)
         optimizer.zero_grad()
         noise = noise_scale(context.config.noise, step, schedule.total_steps)
         stats = torch.zeros(context.config.schedule.batches_per_step, len(SUMS) + 1, device=context.device)
@@ -72,6 +71,7 @@ def drafter_loop(
         if last:
             break
         reports.lead_stop(step)
+        reports.lead_window(step)
     return step
 
 

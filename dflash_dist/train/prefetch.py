@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Iterator
 from queue import SimpleQueue
 from typing import TypeVar
 
+from dflash_profiling.record import span
+
 Item = TypeVar("Item")
 Loaded = TypeVar("Loaded")
 
@@ -28,7 +30,8 @@ def prefetch(items: Iterable[Item], load: Callable[[Item], Loaded], depth: int) 
                 loaded.put(error)
 
     def take() -> tuple[Item, Loaded]:
-        result = loaded.get()
+        with span("load"):
+            result = loaded.get()
         if isinstance(result, BaseException):
             raise result
         return result

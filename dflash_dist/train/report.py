@@ -24,6 +24,7 @@ from dflash_dist.train.metrics import GpuMeter, MetricsWriter, read_metrics
 from dflash_dist.train.optimizer import Optimizer
 from dflash_dist.train.run_folder import ENVIRONMENT
 from dflash_dist.train.sources import ChannelSource, FeatureSource
+from dflash_dist.train.window import Window, answer, pending_request, steps_ahead
 from dflash_profiling.record import span
 
 LAG_STEPS = 1
@@ -110,6 +111,21 @@ class StepReports:
         """Passes a stop request on, if this rank leads."""
         if self._context.leads:
             self._context.control.lead_stop(step, LAG_STEPS)
+
+    def lead_window(self, step: int) -> None:
+        """Passes a request for a trace on, if this rank leads and there is one."""
+        context = self._context
+        request = pending_request(context.run_folder) if context.leads else None
+        if request is None:
+            return
+        number, steps = request
+        start_step = step + steps_ahead(context.config, context.topology, LAG_STEPS)
+        if start_step + steps - 1 > context.schedule.total_steps:
+            steps = 0
+        else:
+            context.control.lead_window(start_step, steps)
+        written_by = start_step + steps + steps_ahead(context.config, context.topology, LAG_STEPS)
+        answer(context.run_folder, Window(number, start_step, steps, context.topology.world_size, written_by))
 
     def checkpoint(self, step: int) -> None:
         """Has the state after `step`, as it is now, written once it is known that every step up to it was sound."""

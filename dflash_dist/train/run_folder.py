@@ -124,6 +124,18 @@ def lock_run(folder: Path) -> IO[str]:
     return lock
 
 
+def is_held(folder: Path) -> bool:
+    """Whether a process trains the run now; where there are no locks, none can be seen."""
+    try:
+        with (folder / LOCK).open(encoding="utf-8") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
 def record_begin(config: Config, inputs: Inputs, environment: dict[str, Any], folder: Path, *, resumes: bool) -> None:
     """Writes down what the run is begun with; UserError where it `resumes` and was begun with something else."""
     recorded, now = _recorded(folder), input_identity(inputs)

@@ -35,8 +35,7 @@ def target_loop(
         if stop_step is not None and work.step > stop_step:
             break
         context.watch.at(work.place)
-        with context.watch.pausing():  # the end of a trace is written here
-            context.trace.advance(work.step)
+        context.advance_trace(work.step)
         channel = channels[work.drafter]
         with span("wait_slot"):
             slot_MF = channel.acquire()

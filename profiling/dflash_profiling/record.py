@@ -24,6 +24,14 @@ def span(name: str) -> AbstractContextManager[Any]:
     return record_function(name) if _recording else _NO_SPAN
 
 
+def _all_threads() -> Any:
+    """torch's switch that records the work of every thread, such as one that loads; None where it has none."""
+    try:
+        return torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    except TypeError:
+        return None
+
+
 class TraceWindow:
     """Traces the steps `start_step` .. `start_step + steps - 1` of one rank's loop into `folder`; none if `steps` is 0.
 
@@ -43,6 +51,14 @@ class TraceWindow:
         self.metadata = {"role": role, "rank": rank, **metadata}
         self._profiler: profile | None = None
         self._done = steps == 0
+
+    def move(self, start_step: int, steps: int) -> None:
+        """Trace these steps, unless a window is open; one that lies ahead gives way, and the last one is not repeated.
+
+        To be called before `advance(start_step - 1)`; later the window has the steps that are left of it.
+        """
+        if self._profiler is None and (start_step, start_step + steps) != (self.start_step, self.end_step):
+            self.start_step, self.end_step, self._done = start_step, start_step + steps, steps == 0
 
     def advance(self, step: int) -> None:
         """Open, continue or end the trace; called by the loop at the start of each step, with its number.
@@ -85,6 +101,7 @@ class TraceWindow:
             activities=activities,
             schedule=lambda _: ProfilerAction.RECORD if _recording else ProfilerAction.WARMUP,
             record_shapes=True,
+            experimental_config=_all_threads(),
         )
         for key, value in self.metadata.items():
             profiler.preset_metadata_json(key, json.dumps(value))

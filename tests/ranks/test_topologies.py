@@ -1,3 +1,4 @@
+import gzip
 import json
 from pathlib import Path
 
@@ -76,6 +77,14 @@ def test_traces_of_every_rank_do_not_harm_the_run(make: Maker, topo: str) -> Non
     train(config, topo, "traced", "profile.start_step=2", "profile.steps=2")
     traces = sorted(path.name.split(".")[0] for path in Path(config.parent, "runs/traced/profile").glob("*.gz"))
     assert traces == [f"rank{rank}" for rank in range(len(topo.split("-")) + (topo == "1-2"))]
+    loops = {
+        "rank0": {"load", "wait_slot", "forward", "gather", "send"},
+        "rank1": {"load", "anchors", "receive", "draft_forward", "loss", "backward", "all_reduce", "optimizer"},
+    }
+    for path in Path(config.parent, "runs/traced/profile").glob("rank[01].*"):
+        events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+        spans = {event["name"] for event in events if event.get("cat") == "user_annotation"}
+        assert loops[path.name.split(".")[0]] <= spans, path.name
     train(config, topo, "plain")
     assert [row["loss"] for row in metrics(config, "traced")] == [row["loss"] for row in metrics(config, "plain")]
 

@@ -1,0 +1,55 @@
+"""The commands that read traces; `dflash-dist profile` has the same."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="Where the time of a torch.distributed run goes.")
+
+
+@app.callback()
+def _options() -> None:
+    """Where the time of a torch.distributed run goes."""
+
+
+@app.command()
+def analyze(
+    folder: Annotated[Path, typer.Argument(help="Folder of a run's traces, or one trace.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say what each rank's time goes to, in shares that add up to 100 %.
+
+    Of several traces of a rank the newest is read.
+    """
+    from dflash_profiling import table
+    from dflash_profiling.analysis import analyze as analyze_rank
+    from dflash_profiling.kineto import read_folder, read_trace
+
+    traces = [read_trace(folder)] if folder.is_file() else read_folder(folder)
+    ranks = [analyze_rank(trace) for trace in traces]
+    print(json.dumps(table.as_json(ranks), indent=2) if as_json else table.as_text(ranks))
+
+
+def main() -> None:
+    """Entry point: a trace that cannot be read is one line and exit code 2."""
+    from dflash_profiling.trace_file import TraceError
+
+    try:
+        app()
+    except TraceError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except BrokenPipeError:
+        with contextlib.suppress(OSError):
+            sys.stdout.close()
+        raise SystemExit(1) from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,183 @@
+"""Sends, receives and collectives of a trace, from what NCCL's and gloo's events say of themselves."""
+
+from __future__ import annotations
+
+import math
+import re
+from bisect import bisect_left
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+_ELEMENT_BYTES = {
+    **dict.fromkeys(["byte", "char", "bool", "unsigned char", "signed char"], 1),
+    **dict.fromkeys(["half", "bfloat16", "short", "short int", "uint16"], 2),
+    **dict.fromkeys(["float", "int", "uint32", "complexhalf"], 4),
+    **dict.fromkeys(["double", "long", "long int", "uint64", "complexfloat"], 8),
+    "complexdouble": 16,
+}
+_MAX_ELEMENTS = 2**58
+_GLOO = {"c10d::send": "gloo:send", "c10d::recv_": "gloo:recv"}
+"""Annotation of each of gloo's calls."""
+_NAMES = {"c10d::send": "send", "c10d::recv_": "recv"}
+
+
+@dataclass(frozen=True)
+class Communication:
+    """One communication of a rank. Of NCCL's, a trace of the GPU holds two: the call that queues it, and its kernel."""
+
+    slice: int
+    """Index into the trace's slices."""
+    start_ns: int
+    end_ns: int
+    name: str
+    """NCCL's own: "send", "recv", "allreduce", "_allgather_base" and the like."""
+    group: str
+    """The process group's name; empty where the trace does not say."""
+    ranks: tuple[int, ...]
+    """The group's ranks; empty where the trace does not say."""
+    source: int | None
+    destination: int | None
+    """Ranks of the world, of a send or a receive."""
+    sequence: int | None
+    """NCCL's count in this group. A rank counts its messages to and from all peers of the group together."""
+    bytes: int | None
+    """The larger of input and output."""
+    timed: bool
+    """The extent is that of the communication itself, not of the call that queues it."""
+
+    @property
+    def direction(self) -> str | None:
+        """Which end of a message this is, "send" or "receive"; None for a collective."""
+        return {"send": "send", "recv": "receive"}.get(self.name)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The complete events of a trace in order, with those columns that are needed here."""
+
+    events: list[dict[str, Any]]
+    args: list[dict[str, Any]]
+    start_ns: np.ndarray
+    end_ns: np.ndarray
+    kernel: np.ndarray
+    """Whether it is a kernel: bool."""
+    external_id: np.ndarray
+
+
+def find_communication(rows: Rows, rank: int | None) -> list[Communication]:
+    """All communication of a rank's trace, ordered by start."""
+    found = _nccl(rows, rank) + _gloo(rows, rank)
+    return sorted(found, key=lambda communication: (communication.start_ns, communication.slice))
+
+
+def _nccl(rows: Rows, rank: int | None) -> list[Communication]:
+    """Calls and kernels; what a kernel does not say itself, the call that its `External id` names does."""
+    named = [index for index, args in enumerate(rows.args) if "Collective name" in args]
+    calls = [index for index in named if not rows.kernel[index]]
+    call_args = {int(rows.external_id[index]): rows.args[index] for index in calls}
+    call_args.pop(-1, None)
+    found = [_of_args(rows, index, rows.args[index], rank, timed=False) for index in calls]
+    linked = np.flatnonzero(rows.kernel & np.isin(rows.external_id, list(call_args)))
+    linked_nccl = {int(index) for index in linked if "nccl" in rows.events[index]["name"].lower()}
+    for index in linked_nccl.union(index for index in named if rows.kernel[index]):
+        args = {**call_args.get(int(rows.external_id[index]), {}), **rows.args[index]}
+        found.append(_of_args(rows, index, args, rank, timed=True))
+    return found
+
+
+def _of_args(rows: Rows, index: int, args: dict[str, Any], rank: int | None, timed: bool) -> Communication:
+    name = str(args["Collective name"])
+    group_ranks = args.get("Process Group Ranks")
+    ranks: tuple[int, ...] = ()
+    if isinstance(group_ranks, str) and "..." not in group_ranks:  # torch shortens long lists
+        ranks = tuple(int(number) for number in re.findall(r"\b\d{1,9}\b", group_ranks))
+    peer = _whole(args.get("Dst Rank" if name == "send" else "Src Rank"))
+    if peer is None:  # before torch wrote those, `Rank` of a message was the peer's place in the group
+        place = _whole(args.get("Rank"))
+        peer = ranks[place] if place is not None and place < len(ranks) else None
+    elements = [_whole(args.get(key)) or 0 for key in ("In msg nelems", "Out msg nelems")]
+    return Communication(
+        slice=index,
+        start_ns=int(rows.start_ns[index]),
+        end_ns=int(rows.end_ns[index]),
+        name=name,
+        group=str(args.get("Process Group Name", "")),
+        ranks=ranks,
+        source={"send": rank, "recv": peer}.get(name),
+        destination={"send": peer, "recv": rank}.get(name),
+        sequence=_whole(args.get("Seq")),
+        bytes=_bytes(max(elements), args.get("dtype")),
+        timed=timed,
+    )
+
+
+def _gloo(rows: Rows, rank: int | None) -> list[Communication]:
+    """A message is the call, which knows the peer, and the annotation that begins in it, which lasts until the wait.
+
+    The call writes what it sends, so a send is the slice of the call; a receive is that of its annotation. The peer is
+    its place in the group, and the group is not named: it is taken for the whole world.
+    """
+    calls: list[int] = []
+    annotations: dict[Any, list[int]] = {}
+    for index, event in enumerate(rows.events):
+        if event["name"] in _GLOO:
+            calls.append(index)
+        elif event["name"] in _GLOO.values():
+            annotations.setdefault((event["name"], _thread(event)), []).append(index)
+    found = []
+    for call in calls:
+        event, inputs = rows.events[call], rows.args[call].get("Concrete Inputs")
+        peer = _whole(inputs[2]) if isinstance(inputs, list) and len(inputs) > 2 else None
+        candidates = annotations.get((_GLOO[event["name"]], _thread(event)), [])
+        first = bisect_left(candidates, call)  # rows are in order of start
+        inside = first < len(candidates) and rows.start_ns[candidates[first]] <= rows.end_ns[call]
+        annotation = candidates[first] if inside else call
+        name = _NAMES[event["name"]]
+        if peer == rank:  # no rank sends to itself: this is a place in a smaller group
+            peer = None
+        found.append(
+            Communication(
+                slice=call if name == "send" else annotation,
+                start_ns=int(rows.start_ns[call]),
+                end_ns=int(max(rows.end_ns[call], rows.end_ns[annotation])),
+                name=name,
+                group="",
+                ranks=(),
+                source=rank if name == "send" else peer,
+                destination=peer if name == "send" else rank,
+                sequence=None,
+                bytes=_tensor_bytes(rows.args[annotation]),
+                timed=True,
+            )
+        )
+    return found
+
+
+def _thread(event: dict[str, Any]) -> str:
+    return f"{event.get('pid')} {event.get('tid')}"
+
+
+def _whole(value: Any) -> int | None:
+    """A count or rank, written as a number or as its digits."""
+    if type(value) is str and re.fullmatch(r"[0-9]{1,18}", value):
+        value = int(value)
+    return value if type(value) is int and 0 <= value < 2**62 else None
+
+
+def _bytes(elements: int, dtype: Any) -> int | None:
+    name = str(dtype).removeprefix("c10::").lower()
+    size = 1 if name.startswith("float8") else _ELEMENT_BYTES.get(name)
+    return elements * size if size and 0 < elements < _MAX_ELEMENTS else None
+
+
+def _tensor_bytes(args: dict[str, Any]) -> int | None:
+    """Of the first input, as `record_shapes` has it."""
+    shapes, dtypes = args.get("Input Dims"), args.get("Input type")
+    if not (isinstance(shapes, list) and isinstance(dtypes, list) and shapes and dtypes):
+        return None
+    shape = [_whole(size) for size in shapes[0]] if isinstance(shapes[0], list) else []
+    if not shape or len(shape) > 16 or None in shape:
+        return None
+    return _bytes(math.prod(size for size in shape if size is not None), dtypes[0])

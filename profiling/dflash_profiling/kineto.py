@@ -1,0 +1,399 @@
+"""Reads the trace files that torch.profiler writes: kineto's JSON, of any version, whole or not at all."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import re
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import IntEnum
+from itertools import compress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dflash_profiling.columns import identity, integers, nanoseconds, numbers, translated
+from dflash_profiling.communication import Communication, Rows, find_communication
+from dflash_profiling.trace_file import TraceError, events_of, load
+
+MAX_BYTES = 600 * 2**20
+"""Of JSON: the limit of `read_trace`, which takes about 7 times as much memory."""
+_MAX_MALFORMED = 0.01
+_MAX_METADATA_CHARACTERS = 1 << 16
+_MAX_US = 4e15
+_MAX_DURATION_US = 1e15
+_MAX_BASE_NS = 3 * 10**18
+"""With these three every time is an int64."""
+_PROCESSES = 2
+_ALONE_BYTES = 4 * 2**20
+"""Files of this size together are read without further processes."""
+
+Event = dict[str, Any]
+
+
+class Category(IntEnum):
+    """What a slice is, over all versions of kineto."""
+
+    CPU_OP = 0
+    USER_ANNOTATION = 1
+    GPU_USER_ANNOTATION = 2
+    KERNEL = 3
+    MEMCPY = 4
+    MEMSET = 5
+    RUNTIME = 6
+    """Calls of CUDA's and ROCm's runtime and driver."""
+    SYNC = 7
+    OVERHEAD = 8
+    """The profiler's own."""
+    PYTHON = 9
+    OTHER = 10
+
+
+GPU_WORK = (Category.KERNEL, Category.MEMCPY, Category.MEMSET)
+_CATEGORIES = {
+    "cpu_op": Category.CPU_OP,
+    "operator": Category.CPU_OP,
+    "user_annotation": Category.USER_ANNOTATION,
+    "gpu_user_annotation": Category.GPU_USER_ANNOTATION,
+    "kernel": Category.KERNEL,
+    "gpu_memcpy": Category.MEMCPY,
+    "memcpy": Category.MEMCPY,
+    "gpu_memset": Category.MEMSET,
+    "memset": Category.MEMSET,
+    "cuda_runtime": Category.RUNTIME,
+    "cuda_driver": Category.RUNTIME,
+    "hip_runtime": Category.RUNTIME,
+    "hip_driver": Category.RUNTIME,
+    "runtime": Category.RUNTIME,
+    "cuda_sync": Category.SYNC,
+    "overhead": Category.OVERHEAD,
+    "python_function": Category.PYTHON,
+}
+
+
+@dataclass(frozen=True)
+class Slices:
+    """Columns over all complete ("X") events, ordered by start, the longer first."""
+
+    start_ns: np.ndarray
+    end_ns: np.ndarray
+    """int64; unix time where the trace has a base, else since an unknown moment."""
+    category: np.ndarray
+    """uint8."""
+    name: np.ndarray
+    """int32, index into `Trace.names`."""
+    process: np.ndarray
+    thread: np.ndarray
+    """int64; one that is written as text has a negative number that depends on the text alone."""
+    device: np.ndarray
+    """int16; -1 on the host."""
+    stream: np.ndarray
+    """int32; -1 on the host, and where a wait for the device names none."""
+    correlation: np.ndarray
+    """int64, equal for a launch and what it launched; -1: none."""
+    external_id: np.ndarray
+    """int64, of the CPU operation that it belongs to; -1: none."""
+
+    def __len__(self) -> int:
+        return len(self.start_ns)
+
+
+@dataclass(frozen=True)
+class MemoryEvents:
+    """Columns over the allocator's events, ordered by time; all int64."""
+
+    time_ns: np.ndarray
+    bytes: np.ndarray
+    """Negative where memory was freed."""
+    allocated: np.ndarray
+    reserved: np.ndarray
+    """Total of the device after the event; -1 where the trace does not say."""
+    device: np.ndarray
+    """-1 on the host."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One rank's trace."""
+
+    path: Path
+    rank: int | None
+    world_size: int | None
+    role: str | None
+    metadata: dict[str, Any]
+    """The file's top-level keys but its events, and but those of great size."""
+    base_ns: int | None
+    names: list[str]
+    slices: Slices
+    communication: list[Communication]
+    memory: MemoryEvents
+    threads: dict[tuple[int, int], str]
+    """Names by (process, thread)."""
+    window_ns: tuple[int, int] | None
+    """When the profiler began and ended to record, where the trace says so."""
+    skipped_events: int
+    """Malformed ones."""
+    negative_durations: int
+    """Slices that ended before they began; they are read as of no length."""
+    max_launch_skew_ns: int
+    """The most by which something ran on the GPU before it was launched, which only clocks that differ can do."""
+
+    @property
+    def has_gpu_rows(self) -> bool:
+        """Whether anything on a GPU was recorded. If not, it is unknown how busy the GPU was."""
+        return bool(np.isin(self.slices.category, GPU_WORK).any())
+
+
+@dataclass(frozen=True)
+class LaunchDelays:
+    """From the start of each launch to the start on the GPU of what it launched: one row for each on the GPU."""
+
+    gpu: np.ndarray
+    launch: np.ndarray
+    """Indices into the slices."""
+    delay_ns: np.ndarray
+    """int64; 0 where it was negative."""
+    negative: int
+    worst_ns: int
+    """How many were negative, and the most by which one was."""
+
+
+def launch_delays_ns(trace: Trace) -> LaunchDelays:
+    """Delays of all GPU work whose launch is in the trace; a graph's launch is that of all its kernels."""
+    return _launch_delays(trace.slices)
+
+
+def _launch_delays(slices: Slices) -> LaunchDelays:
+    gpu = np.flatnonzero(np.isin(slices.category, GPU_WORK) & (slices.correlation >= 0))
+    launch = np.flatnonzero((slices.category == Category.RUNTIME) & (slices.correlation >= 0))
+    launch = launch[np.argsort(slices.correlation[launch], kind="stable")]
+    place = np.searchsorted(slices.correlation[launch], slices.correlation[gpu])
+    inside = place < len(launch)
+    gpu, launch = gpu[inside], launch[place[inside]]
+    linked = slices.correlation[gpu] == slices.correlation[launch]
+    gpu, launch = gpu[linked], launch[linked]
+    delay_ns = slices.start_ns[gpu] - slices.start_ns[launch]
+    worst_ns = max(0, -int(delay_ns.min(initial=0)))
+    return LaunchDelays(gpu, launch, np.maximum(delay_ns, 0), int((delay_ns < 0).sum()), worst_ns)
+
+
+def read_folder(folder: Path | str) -> list[Trace]:
+    """The traces of all ranks in a folder, ordered by rank: each rank's newest, where it has several."""
+    folder = Path(folder)
+    paths = _newest(folder)
+    try:
+        if len(paths) == 1 or sum(path.stat().st_size for path in paths) < _ALONE_BYTES:
+            traces = [read_trace(path) for path in paths]
+        else:
+            with ProcessPoolExecutor(_PROCESSES, multiprocessing.get_context("spawn")) as pool:
+                traces = list(pool.map(read_trace, paths))
+    except BrokenProcessPool:
+        raise TraceError(
+            f"{folder}: a process that read a trace was killed, most likely for want of memory: trace fewer steps, "
+            "or read the files one by one"
+        ) from None
+    of_rank: dict[int | Path, Trace] = {}
+    for trace in sorted(traces, key=lambda trace: _stamp(trace.path)):
+        of_rank[trace.path if trace.rank is None else trace.rank] = trace
+    return sorted(of_rank.values(), key=lambda trace: (trace.rank is None, trace.rank or 0, trace.path))
+
+
+_FILE_NAME = re.compile(r"(?P<worker>.+?)(?:\.(?P<stamp>\d{1,20}))?\.pt\.trace\.json(?:\.gz)?")
+
+
+def _stamp(path: Path) -> int:
+    match = _FILE_NAME.fullmatch(path.name)
+    return int(match["stamp"] or 0) if match else 0
+
+
+def _newest(folder: Path) -> list[Path]:
+    """The newest trace of each worker, by its file's name."""
+    if not folder.is_dir():
+        raise TraceError(f"{folder} is no folder: give the one with the traces of a run, as runs/NAME/profile")
+    newest: dict[str, Path] = {}
+    for path in sorted(folder.iterdir(), key=lambda path: (_stamp(path), path.name)):
+        if match := _FILE_NAME.fullmatch(path.name):
+            newest[match["worker"]] = path
+    if not newest:
+        beside = [path for path in sorted(folder.glob("*/*.pt.trace.json*")) if _FILE_NAME.fullmatch(path.name)]
+        mend = f"give {beside[0].parent}" if beside else "record some first, or give the folder that holds them"
+        raise TraceError(f"{folder} holds no trace (*.pt.trace.json or *.pt.trace.json.gz): {mend}")
+    return list(newest.values())
+
+
+def read_trace(path: Path | str, max_bytes: int = MAX_BYTES) -> Trace:
+    """Reads one file of kineto's JSON, compressed or not; TraceError for any other.
+
+    `max_bytes`: more JSON than this is refused, before it fills the memory.
+    """
+    path = Path(path)
+    with _no_garbage_collection():
+        try:
+            return _parse(path, *events_of(path, load(path, max_bytes)))
+        except RecursionError:
+            raise TraceError(
+                f"{path} is JSON of great depth, not a trace: give a file that torch.profiler wrote"
+            ) from None
+        except MemoryError:
+            raise TraceError(f"{path} does not fit into the memory: trace fewer steps, or leave out stacks") from None
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Millions of small objects are made, none of them garbage: looking for it would take half of the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _parse(path: Path, events: list[Any], top: dict[str, Any]) -> Trace:
+    metadata = {key: value for key, value in top.items() if len(repr(value)) <= _MAX_METADATA_CHARACTERS}
+    base = top.get("baseTimeNanoseconds")
+    base_ns = base if type(base) is int and 0 <= base <= _MAX_BASE_NS else None
+    good = [event for event in events if type(event) is dict and type(event.get("ph")) is str]
+    complete = [event for event in good if event["ph"] == "X"]
+    if not complete:
+        raise TraceError(f"{path} holds no events: record it again, with the steps to trace inside the window")
+    rows, start_ns, end_ns, negative = _in_order(complete, base_ns or 0)
+    skipped = len(events) - len(good) + len(complete) - len(rows)
+    if skipped > _MAX_MALFORMED * len(events):
+        raise TraceError(
+            f"{path} is damaged, {skipped} of its {len(events)} events are malformed: record the trace or copy the "
+            "file again"
+        )
+    args = _args(rows)
+    names, slices = _columns(rows, args, start_ns, end_ns)
+    rank, world_size = _place(path, metadata)
+    role = metadata.get("role")
+    kernel = slices.category == Category.KERNEL
+    return Trace(
+        path=path,
+        rank=rank,
+        world_size=world_size,
+        role=role if isinstance(role, str) else None,
+        metadata=metadata,
+        base_ns=base_ns,
+        names=names,
+        slices=slices,
+        communication=find_communication(Rows(rows, args, start_ns, end_ns, kernel, slices.external_id), rank),
+        memory=_memory([event for event in good if event.get("name") == "[memory]"], base_ns or 0),
+        threads=_thread_names(event for event in good if event["ph"] == "M"),
+        window_ns=_window([event for event in good if event["ph"] == "i"], base_ns or 0),
+        skipped_events=skipped,
+        negative_durations=negative,
+        max_launch_skew_ns=_launch_delays(slices).worst_ns,
+    )
+
+
+def _in_order(complete: list[Event], base_ns: int) -> tuple[list[Event], np.ndarray, np.ndarray, int]:
+    """Those with a name and times, ordered; starts and ends in ns; how many ends were before their start."""
+    start_us = numbers([event.get("ts") for event in complete])
+    duration_us = numbers([event.get("dur") for event in complete])
+    named = np.array([type(event.get("name")) is str for event in complete])
+    valid = named & (np.abs(start_us) <= _MAX_US) & (np.abs(duration_us) <= _MAX_DURATION_US)  # false for NaN
+    start_ns = base_ns + nanoseconds(start_us[valid])
+    duration_ns = nanoseconds(duration_us[valid])
+    negative = int((duration_ns < 0).sum())
+    end_ns = start_ns + np.maximum(duration_ns, 0)
+    order = np.lexsort((-end_ns, start_ns))
+    kept = list(compress(complete, valid))
+    return [kept[index] for index in order.tolist()], start_ns[order], end_ns[order], negative
+
+
+def _args(events: Iterable[Event]) -> list[Event]:
+    all_args = [event.get("args") for event in events]
+    return [args if type(args) is dict else {} for args in all_args]
+
+
+def _columns(
+    rows: list[Event], args: list[Event], start_ns: np.ndarray, end_ns: np.ndarray
+) -> tuple[list[str], Slices]:
+    row_names = [event["name"] for event in rows]
+    names = list(dict.fromkeys(row_names))
+    index_of = {name: index for index, name in enumerate(names)}
+    category = translated([event.get("cat") for event in rows], _category, np.uint8)
+    device, stream = np.full(len(rows), -1, np.int16), np.full(len(rows), -1, np.int32)
+    on_gpu = np.flatnonzero(np.isin(category, (*GPU_WORK, Category.GPU_USER_ANNOTATION, Category.SYNC)))
+    pairs = [(rows[index], args[index]) for index in on_gpu.tolist()]
+    device[on_gpu] = integers([arg.get("device", event.get("pid")) for event, arg in pairs], 0, 2**15 - 1)
+    stream[on_gpu] = integers([arg.get("stream", event.get("tid")) for event, arg in pairs], 0, 2**31 - 1)
+    unnamed = [i for i in np.flatnonzero(category == Category.SYNC).tolist() if "stream" not in args[i]]
+    stream[unnamed] = -1  # kineto shifts the `tid` of waits
+    return names, Slices(
+        start_ns=start_ns,
+        end_ns=end_ns,
+        category=category,
+        name=np.array([index_of[name] for name in row_names], np.int32),
+        process=translated([event.get("pid") for event in rows], identity),
+        thread=translated([event.get("tid") for event in rows], identity),
+        device=device,
+        stream=stream,
+        correlation=integers([arg.get("correlation", -1) for arg in args], 0, 2**62),
+        external_id=integers([arg.get("External id", arg.get("external id", -1)) for arg in args], 0, 2**62),
+    )
+
+
+def _category(name: Any) -> int:
+    return _CATEGORIES.get(str(name).lower(), Category.OTHER)
+
+
+_RANK_IN_NAME = re.compile(r"rank[-_]?(\d{1,7})(?!\d)")
+
+
+def _place(path: Path, metadata: dict[str, Any]) -> tuple[int | None, int | None]:
+    """Rank and world size: torch's own word, that of `TraceWindow`, the file's name."""
+    info = metadata.get("distributedInfo")
+    info = info if isinstance(info, dict) else {}
+    match = _RANK_IN_NAME.search(path.name)
+    candidates = [info.get("rank"), metadata.get("rank"), int(match[1]) if match else None]
+    rank, world_size = (
+        next((value for value in values if type(value) is int and 0 <= value < 2**31), None)
+        for values in (candidates, [info.get("world_size"), metadata.get("world_size")])
+    )
+    return rank, world_size
+
+
+def _memory(events: list[Event], base_ns: int) -> MemoryEvents:
+    time_us = numbers([event.get("ts") for event in events])
+    valid = np.abs(time_us) <= _MAX_US
+    time_ns = base_ns + nanoseconds(time_us[valid])
+    args = _args(compress(events, valid))
+    order = np.argsort(time_ns, kind="stable")
+    columns = (
+        integers([arg.get("Bytes", 0) for arg in args], -(2**62), 2**62),
+        integers([arg.get("Total Allocated") for arg in args], 0, 2**62),
+        integers([arg.get("Total Reserved") for arg in args], 0, 2**62),
+        integers([arg.get("Device Id") if arg.get("Device Type") != 0 else -1 for arg in args], 0, 2**15),
+    )
+    return MemoryEvents(time_ns[order], *(column[order] for column in columns))
+
+
+def _window(instants: list[Event], base_ns: int) -> tuple[int, int] | None:
+    """From the first "Iteration Start" to the last "Record Window End"."""
+    moments = []
+    for prefix, choose in (("Iteration Start", min), ("Record Window End", max)):
+        times_us = [event.get("ts") for event in instants if str(event.get("name")).startswith(prefix)]
+        column = numbers(times_us)
+        column = column[np.abs(column) <= _MAX_US]
+        if not len(column):
+            return None
+        moments.append(base_ns + int(choose(nanoseconds(column))))
+    return (moments[0], moments[1]) if moments[0] <= moments[1] else None
+
+
+def _thread_names(events: Iterable[Event]) -> dict[tuple[int, int], str]:
+    names = {}
+    for event in events:
+        args = event.get("args")
+        if event.get("name") == "thread_name" and type(args) is dict and type(args.get("name")) is str:
+            names[identity(event.get("pid")), identity(event.get("tid"))] = args["name"]
+    return names

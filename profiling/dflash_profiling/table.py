@@ -1,0 +1,89 @@
+"""An analysis as text and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dflash_profiling.analysis import RankAnalysis
+
+TOP = 8
+"""Rows of a list of what takes longest."""
+
+
+def tenths(parts_ns: Mapping[str, int]) -> dict[str, float]:
+    """Per cent with one digit, which add up to 100.0: what rounding leaves goes to those cut the most."""
+    total_ns = sum(parts_ns.values())
+    if not total_ns:
+        return dict.fromkeys(parts_ns, 0.0)
+    exact = {name: 1000 * ns / total_ns for name, ns in parts_ns.items()}
+    floors = {name: int(share) for name, share in exact.items()}
+    most_cut = sorted(exact, key=lambda name: floors[name] - exact[name])
+    for name in most_cut[: 1000 - sum(floors.values())]:
+        floors[name] += 1
+    return {name: share / 10 for name, share in floors.items()}
+
+
+def as_text(ranks: Sequence[RankAnalysis]) -> str:
+    """Shares of each rank's window, then what its computing is made of."""
+    shares = [tenths(rank.split.parts_ns) for rank in ranks]
+    used = [name for name in shares[0] if any(share[name] for share in shares)]
+    head = ["rank", "role", "steps", "window ms", *(name.replace("_", " ") for name in used)]
+    rows = [
+        [_name(rank), rank.role or "", str(rank.steps), f"{rank.split.window_ns / 1e6:.1f}"]
+        + [f"{share[name]:.1f} %" for name in used]
+        for rank, share in zip(ranks, shares, strict=True)
+    ]
+    parts = [_aligned([head, *rows])]
+    for rank in ranks:
+        title = f"rank {_name(rank)}" + (f", {rank.role}" if rank.role else "")
+        if not rank.has_gpu_rows:
+            title += ": no GPU rows, so the times are those of the host"
+        parts.append("\n".join([title, *_computing(rank)]))
+    return "\n\n".join(parts)
+
+
+def as_json(ranks: Sequence[RankAnalysis]) -> list[dict[str, Any]]:
+    """One object a rank; times in nanoseconds, but shares in per cent."""
+    return [
+        {
+            "rank": rank.rank,
+            "role": rank.role,
+            "steps": rank.steps,
+            "window_ns": rank.split.window_ns,
+            "parts_ns": rank.split.parts_ns,
+            "parts_percent": tenths(rank.split.parts_ns),
+            "compute_by_span_ns": rank.compute_by_span_ns,
+            "compute_by_family_ns": rank.compute_by_family_ns,
+            "kernels": [vars(kernel) for kernel in rank.kernels[:TOP]],
+            "has_gpu_rows": rank.has_gpu_rows,
+            "max_launch_skew_ns": rank.max_launch_skew_ns,
+        }
+        for rank in ranks
+    ]
+
+
+def _computing(rank: RankAnalysis) -> list[str]:
+    lines = []
+    window_ns = rank.split.window_ns or 1
+    for what, times in (("span", rank.compute_by_span_ns), ("kernels", rank.compute_by_family_ns)):
+        top = sorted(((ns, name) for name, ns in times.items() if ns), reverse=True)[:TOP]
+        if top:
+            parts = [f"{name or 'outside of spans'} {100 * ns / window_ns:.1f} %" for ns, name in top]
+            lines.append(f"  computing by {what}: " + ", ".join(parts))
+    lines += [
+        f"  {kernel.total_ns / 1e6:10.2f} ms in {kernel.count:6} runs  {kernel.name[:90]}"
+        for kernel in rank.kernels[:TOP]
+    ]
+    if rank.max_launch_skew_ns:
+        lines.append(f"  clocks of host and GPU differ by {rank.max_launch_skew_ns / 1e3:.1f} us or more")
+    return lines
+
+
+def _name(rank: RankAnalysis) -> str:
+    return "?" if rank.rank is None else str(rank.rank)
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)

@@ -1,0 +1,59 @@
+"""A trace window asked of a run that goes on."""
+
+import gzip
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.ranks.cli import Running, dflash, metrics
+from tests.tiny import make_chats, make_config, make_target
+
+
+def steps_in(trace: Path) -> list[int]:
+    """The steps that a trace has a range of."""
+    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    names = [e["name"] for e in events if e.get("cat") == "user_annotation"]
+    return sorted({int(name.removeprefix("ProfilerStep#")) for name in names if name.startswith("ProfilerStep#")})
+
+
+def test_a_running_run_records_windows_when_asked(tmp_path: Path) -> None:
+    """Every rank the same steps, however far ahead targets are; the losses are those of an undisturbed run."""
+    config = make_config(tmp_path, make_target("qwen3", tmp_path / "target"), make_chats(tmp_path / "chats.jsonl"))
+    folder = tmp_path / "runs/run"
+    asked = ("profile", "run", "--run", str(folder))
+    steps = 2000  # far more than are waited for
+    overrides = ["train.epochs=1000", f"train.max_steps={steps}", "train.validate_every=3"]
+    running = Running(config, "2-1", "run", *overrides)
+    running.wait_for_step(5)
+    seen: set[Path] = set()
+    for count in (2, 3):
+        before = len(metrics(config, "run"))
+        done = dflash(*asked, "--steps", str(count))
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.strip() == str(folder / "profile") and "of 3 ranks are recorded" in done.stderr
+        traces = set((folder / "profile").glob("*.gz")) - seen
+        seen |= traces
+        of_rank = {path.name.split(".")[0]: steps_in(path) for path in traces}
+        first = of_rank["rank2"][0]
+        assert of_rank["rank2"] == list(range(first, first + count)) and first > before
+        targets = sorted({step for name in ("rank0", "rank1") for step in of_rank[name]})
+        assert targets == of_rank["rank2"]  # between them they run every batch of every step
+    analyzed = dflash("profile", "analyze", str(folder / "profile"), "--json")
+    assert analyzed.returncode == 0, analyzed.stderr
+    for number, rank in enumerate(json.loads(analyzed.stdout)):
+        assert (rank["rank"], rank["role"]) == (number, "drafter" if number == 2 else "target")
+        assert sum(rank["parts_ns"].values()) == rank["window_ns"] and rank["has_gpu_rows"] is False
+        assert sum(rank["parts_percent"].values()) == pytest.approx(100, abs=1e-6)
+        assert rank["parts_percent"]["compute"] > 10 and rank["parts_percent"]["unexplained"] < 60, rank
+        assert sum(rank["compute_by_span_ns"].values()) == rank["parts_ns"]["compute"]
+        assert {"backward", "optimizer"} <= rank["compute_by_span_ns"].keys() or number < 2
+    refused = dflash(*asked, "--steps", str(steps))
+    assert refused.returncode == 2 and "lower --steps" in refused.stderr
+    running.send(signal.SIGINT)
+    code, stderr = running.end()
+    assert code == 130, stderr
+    assert not (folder / "profile/request.json").exists()
+    late = dflash(*asked)
+    assert late.returncode == 2 and "nobody trains run now" in late.stderr and late.stderr.count("\n") == 1
