@@ -49,7 +49,7 @@ preflight:
 	@$(PYTHON) -m dflash_dist.preflight '$(TOPO)' '$(CONFIG)' '$(DEVICE)'
 
 check: setup ## what this machine has and what the target would really run
-	@$(BIN)/dflash-dist check --config $(CONFIG) $(ARGS)
+	@$(BIN)/dflash-dist check --config $(CONFIG) --device $(DEVICE) $(ARGS)
 
 train: preflight ## TOPO=3-1 CONFIG=... RUN=... ARGS="a.b=c": set up, prepare, train, export, evaluate; resumes a stopped run
 	@$(MAKE) --no-print-directory setup

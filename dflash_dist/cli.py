@@ -13,7 +13,8 @@ from typing import Annotated, Any
 import typer
 
 from dflash_dist.errors import RunFailed, UserError
-from dflash_dist.streams import DataStream, LastingStream
+from dflash_dist.installed import import_problem
+from dflash_dist.streams import DataStream, LastingStream, open_closed_streams
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -36,6 +37,7 @@ def check(
     config: Annotated[
         Path | None, typer.Option("--config", help="Also check that this configuration can run here, and its memory.")
     ] = None,
+    device: DeviceOption = "auto",
     as_json: JsonOption = False,
     overrides: Overrides = None,
 ) -> None:
@@ -43,6 +45,7 @@ def check(
 
     Says what this machine has, what the target would really run, and how to mend what is wrong; exit 1 on an error.
     """
+    _check_device_name(device)
     if config is None and overrides:
         raise UserError(f"the override {overrides[0]!r} has nothing to change; give --config too")
     from dflash_dist.check import as_json as findings_json
@@ -52,9 +55,9 @@ def check(
     from dflash_dist.config import load_config
 
     settings = load_config(config, overrides or []) if config else None
-    findings = run_check(settings)
+    findings = run_check(settings, device)
     if settings:
-        findings += check_config(settings)
+        findings += check_config(settings, device)
     print(findings_json(findings) if as_json else as_text(findings))
     if has_errors(findings):
         raise SystemExit(1)
@@ -79,7 +82,7 @@ def probe(
     config: ConfigOption,
     budget: Annotated[
         list[int] | None,
-        typer.Option("--budget", min=2, help="Tokens of a batch, once or more; schedule.token_budget by default."),
+        typer.Option("--budget", help="Tokens of a batch, once or more; schedule.token_budget by default."),
     ] = None,
     random_weights: Annotated[
         bool, typer.Option("--random-weights", help="Draw the weights; of the target read config.json alone.")
@@ -345,6 +348,7 @@ def main() -> None:
     """Entry point: a user's error is one line and exit code 2, a failed run or any other error 1, Ctrl-C 130."""
     # Read when torch is imported. Threads that spin while they wait slow evaluation on a shared machine severalfold.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    open_closed_streams()
     with contextlib.redirect_stderr(LastingStream(sys.stderr)), contextlib.redirect_stdout(DataStream(sys.stdout)):
         _run()
 
@@ -360,6 +364,9 @@ def _run() -> None:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         raise SystemExit(130) from None
+    except ImportError as error:
+        problem = import_problem(error)
+        _fail(UserError(problem) if problem else error, 2 if problem else 1)
     except Exception as error:
         _fail(error, 1)
 

@@ -10,6 +10,7 @@ import dataclasses
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,15 +30,15 @@ from dflash_dist.drafter.loss import Objective
 from dflash_dist.errors import UserError
 from dflash_dist.probe_fit import fit_costs, largest_budget, shapes_for
 from dflash_dist.probe_process import Job, Loaded, Shape, TargetProcess, Timing
-from dflash_dist.target.load import text_config, truncated_config
+from dflash_dist.target.load import text_config, weightless
 from dflash_dist.target.package import local_folder, target_folder
 from dflash_dist.topology import check_devices, parse_topology
 from dflash_dist.train.inputs import probe_file
 from dflash_dist.train.memory import GIB, rank_memory
 from dflash_dist.train.run_folder import write_text
 
-MOST_TOKENS = 2**26
-"""Of a batch: far above what a GPU holds."""
+LEAST_TOKENS, MOST_TOKENS = 2, 2**26
+"""Of a batch: the most is far above what a GPU holds."""
 PRODUCT_ROWS = 16_384
 """Tokens, at most, of the matrix product that gives the machine's own rate."""
 STORED_DOCUMENTS = 20_000
@@ -50,8 +51,12 @@ def probe(config: Config, budgets: Sequence[int], device: str, random_weights: b
     `random_weights`: of the target only config.json is read. UserError where the target cannot be loaded or nothing
     runs.
     """
-    if max(budgets) > MOST_TOKENS:
-        raise UserError(f"a budget of {max(budgets):,} tokens is past {MOST_TOKENS:,}; give a smaller --budget")
+    for tokens in budgets:
+        if not LEAST_TOKENS <= tokens <= MOST_TOKENS:
+            raise UserError(
+                f"--budget is {tokens:,}, but a batch to probe has {LEAST_TOKENS} to {MOST_TOKENS:,} tokens; give one "
+                "in between"
+            )
     device = check_devices(parse_topology("x1"), torch.cuda.device_count(), device)
     os.environ.update(cache_folders(config.cache_dir))
     folder = _target_files(config, random_weights)
@@ -127,11 +132,7 @@ def as_text(figures: Mapping[str, Any]) -> str:
 
 def active_parameters(target_config: Any, layers: int, trust_remote_code: bool = False) -> int:
     """Parameters that a token meets in the target's first `layers` layers, without embedding, of experts the active."""
-    from transformers import AutoModel
-
-    config = truncated_config(type(target_config)(**target_config.to_dict()), layers)
-    with torch.device("meta"):
-        model = AutoModel.from_config(config, trust_remote_code=trust_remote_code)
+    model, config = weightless(target_config, layers, trust_remote_code)
     embedding = model.get_input_embeddings().weight
     return sum(
         parameter.numel() // len(parameter) * config.num_experts_per_tok if ".experts." in name else parameter.numel()
@@ -159,8 +160,11 @@ def _target_files(config: Config, random_weights: bool) -> Path:
 def _make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        raise UserError(f"{folder} cannot be made: {error.strerror}; set cache_dir to another folder") from None
+        raise UserError(
+            f"{folder} cannot be written: {error.strerror}; set cache_dir to another folder, or free some space"
+        ) from None
 
 
 def _job(
@@ -182,16 +186,17 @@ def _machine_figures(
     process: TargetProcess, config: Config, target_config: Any, drafter: DrafterConfig, budget: int
 ) -> dict[str, Any]:
     """What is known before the target is loaded: its size, and how fast matrix products of its MLP's shape are."""
+    last_state = Objective.of(config.objective).needs_last_state
+    layers = drafter.num_target_layers if last_state else drafter.target_layer_ids[-1] + 1
+    parameters = active_parameters(target_config, layers, config.target.trust_remote_code)  # first: it may refuse
     mlp = getattr(target_config, "intermediate_size", None) or 3 * drafter.hidden_size  # it may have experts alone
     product_MKN = (min(budget, PRODUCT_ROWS), drafter.hidden_size, mlp)
     matrix_tflops = process.matrix_tflops(product_MKN)
     _say(f"matrix products: {matrix_tflops:,.4g} TFLOP/s; loading {config.target.model} ...")
-    last_state = Objective.of(config.objective).needs_last_state
-    layers = drafter.num_target_layers if last_state else drafter.target_layer_ids[-1] + 1
     return {
         "target": config.target.model,
         "layers": layers,
-        "active_parameters": active_parameters(target_config, layers, config.target.trust_remote_code),
+        "active_parameters": parameters,
         "matrix_product": list(product_MKN),
         "matrix_tflops": matrix_tflops,
     }

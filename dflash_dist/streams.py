@@ -4,10 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Callable
 from typing import Any, TextIO
 
 from dflash_dist.errors import UserError
+
+
+def open_closed_streams() -> None:
+    """Lets the standard streams that this process was started without (`2>&-`) lead nowhere, as they do for children.
+
+    Else the next file that is opened would get the stream's number, and what children print.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            nowhere = os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is the stream's
+            os.set_inheritable(nowhere, True)
+            setattr(sys, name, os.fdopen(nowhere, mode, encoding="utf-8", closefd=False))
 
 
 class LastingStream:

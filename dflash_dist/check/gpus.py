@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dflash_dist.check.findings import Finding, one_line
-from dflash_dist.check.installs import import_error
 from dflash_dist.check.versions import is_older
+from dflash_dist.installed import import_error
 
 CUDA_MINIMUM = "11.8"
 """The first that knows Hopper."""
@@ -37,6 +37,8 @@ PATHS = ("LOC", "NVL", "NVB", "C2C", "PIX", "PXB", "P2C", "PXN", "PHB", "SYS")
 """NCCL's names of the ways between two GPUs, nearest first; NCCL_P2P_LEVEL names the farthest for P2P."""
 PATHS_BY_NUMBER = ("LOC", "PIX", "PXB", "PHB", "SYS")
 """Those that NCCL_P2P_LEVEL could name when it was a number; a greater number is the last."""
+
+ON_CPU = "ranks run on the CPU and talk through gloo, so fused kernels, links, power and compile caches are left out"
 
 Reach = Literal["NVLink", "PCIe", "PCIe across CPUs", "unknown"]
 
@@ -62,13 +64,29 @@ class Power:
     reasons: int
 
 
-def gpu_findings() -> list[Finding]:
-    """The findings on GPUs, driver, CUDA, NCCL and NVML; on a machine without a GPU one finding that says so."""
+def device_type(device: str) -> Literal["cpu", "cuda"] | None:
+    """What ranks run on for `--device` cpu, cuda or auto; None where they cannot."""
+    import torch
+
+    if device == "cpu":
+        return "cpu"
+    if torch.cuda.is_available():
+        return "cuda"
+    return "cpu" if device == "auto" else None
+
+
+def gpu_findings(device: str = "auto") -> list[Finding]:
+    """The findings on GPUs, driver, CUDA, NCCL and NVML; where ranks run on the CPU one finding that says so.
+
+    `device`: cpu, cuda or auto, as `train` is given it.
+    """
     import torch
 
     gpus = visible_gpus()
     if not gpus:
-        return [_no_gpu()]
+        return [_no_gpu() if device != "cuda" else _asked_in_vain(_no_gpu())]
+    if device == "cpu":
+        return [Finding("gpu", "ok", f"{len(gpus)} here, but --device is cpu: {ON_CPU}")]
     kinds = torch.cuda.get_arch_list()
     findings = [
         gpu_finding(index, gpu, torch.cuda.get_device_capability(index), kinds) for index, gpu in enumerate(gpus)
@@ -313,5 +331,11 @@ def _no_gpu() -> Finding:
         except Exception as error:
             mend = finding.mend or "see what `nvidia-smi` says"
             return Finding("gpu", "warning", f"{slow} torch cannot use a GPU: {one_line(error)}", mend, cost)
-    detail = "no CUDA device; ranks run on the CPU and talk through gloo, so fused kernels, links, power and compile "
-    return Finding("gpu", "ok", f"{detail}caches are left out")
+    return Finding("gpu", "ok", f"no CUDA device: {ON_CPU}")
+
+
+def _asked_in_vain(finding: Finding) -> Finding:
+    """The finding that there is no GPU, for `--device cuda`."""
+    why = "no CUDA device" if finding.level == "ok" else finding.detail
+    mend = f"{finding.mend or 'take a machine with a GPU'}, or give --device cpu"
+    return Finding("gpu", "error", f"--device is cuda, but {why}", mend, "no rank can start")

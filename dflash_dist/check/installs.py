@@ -5,15 +5,13 @@ transformers takes any exception of such an import for "not installed" and goes 
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dflash_dist.check.findings import Finding, Level, one_line
 from dflash_dist.check.versions import is_older
-from dflash_dist.installed import version_of
+from dflash_dist.installed import import_error, version_of
 
 LAYERS_SLOW = "every linear-attention layer of the target runs a slow torch fallback"
 FLA_BOTH = "'flash-linear-attention>=0.6.0' 'fla-core>=0.6.0'"
@@ -102,17 +100,6 @@ def install_finding(package: FusedPackage, level: Level = "error") -> Finding:
     return Finding(package.name, "ok", f"{version or 'version unknown'}, imported")
 
 
-def import_error(module: str, functions: Sequence[str] = ()) -> Exception | None:
-    """What is raised when the module or one of its functions is imported; None where it can be."""
-    try:
-        loaded = importlib.import_module(module)
-        for name in functions:
-            getattr(loaded, name)
-    except Exception as error:  # whatever it is: transformers takes any of them for "not installed"
-        return error
-    return None
-
-
 def half_installed_fla(hybrid: bool | None) -> Finding | None:
     """The finding on an `fla` without __init__.py: a namespace package, which can be imported and holds some modules.
 
@@ -126,18 +113,24 @@ def half_installed_fla(hybrid: bool | None) -> Finding | None:
     if version_of("fla-core") is None and (version := version_of("flash-linear-attention")):
         detail += f"; flash-linear-attention {version} is here without fla-core, which holds the kernels"
     mend = f"pip install --force-reinstall --no-deps {FLA_BOTH}  # both in one command"
-    return Finding("fla", "warning" if hybrid is False else "error", detail, mend, f"{LAYERS_SLOW} or fails")
+    if hybrid is False:
+        return Finding("fla", "warning", detail, mend, "none for this target, which has no linear attention")
+    return Finding("fla", "error", detail, mend, f"{LAYERS_SLOW} or fails")
 
 
-def triton_without_gpu() -> Finding | None:
-    """The finding on a triton and an fla that can be imported where there is no CUDA device."""
+def triton_on_cpu() -> Finding | None:
+    """The finding on a triton and an fla that can be imported where ranks run on the CPU."""
+    import torch
+
     if any(import_error(module) for module in (TRITON.module, FLA.module)):
         return None
-    detail = (
-        "triton and fla are importable but there is no CUDA device: transformers binds fla's kernels all the same, "
-        "and each linear-attention layer then fails with `0 active drivers`"
+    detail, why, mend = "there is no CUDA device", "with `0 active drivers`", "pip uninstall triton"
+    if torch.cuda.is_available():
+        detail, why, mend = "ranks run on the CPU", "as Triton takes no tensors there", f"--device cuda, or: {mend}"
+    detail = f"triton and fla are importable but {detail}: transformers binds fla's kernels all the same, "
+    return Finding(
+        "triton", "error", f"{detail}and each linear-attention layer then fails {why}", mend, "the target cannot run"
     )
-    return Finding("triton", "error", detail, "pip uninstall triton", "the target cannot run")
 
 
 def _problem(package: FusedPackage, version: str | None, error: Exception) -> tuple[str, str]:

@@ -25,10 +25,13 @@ TOLERANCE = 0.03
 """Greatest relative difference in bf16. Kernels that work stay below 0.01; a wrong or leaking one is above 0.1."""
 TRIAL_TIMEOUT_S = 300.0
 MENDS = {
+    "packed_attention": "pip install --upgrade --force-reinstall torch",
+    "packed_delta_rule": FLA.reinstall,
+    "packed_convolution": TRITON.reinstall,
+    "heads_apart": TRITON.reinstall,
+    "gated_norm": TRITON.reinstall,
     "chunk_gated_delta_rule": FLA.reinstall,
-    "convolution": TRITON.reinstall,
     "causal_conv1d_fn": CAUSAL_CONV1D.rebuild,
-    "varlen_attn": "pip install --upgrade --force-reinstall torch",
     "flash_attn_varlen_func": FLASH_ATTN.rebuild,
 }
 

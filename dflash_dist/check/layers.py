@@ -18,9 +18,8 @@ from dflash_dist.check.installs import (
     TRITON,
     FusedPackage,
     half_installed_fla,
-    import_error,
     install_finding,
-    triton_without_gpu,
+    triton_on_cpu,
 )
 from dflash_dist.check.kernels import TOLERANCE, Failure, Outcome, try_kernels, verdict
 from dflash_dist.check.slowdown import MEASURED_SHARE, slowdown
@@ -28,12 +27,16 @@ from dflash_dist.check.target import TargetFacts
 from dflash_dist.check.trials import Measured, Shapes, delta_rule_case, measure
 from dflash_dist.check.versions import is_findable
 from dflash_dist.config import Config
-from dflash_dist.installed import version_of
+from dflash_dist.installed import import_error, version_of
 
+PACKED_ATTENTION = "packed_attention"
+OWN_KERNELS = ("packed_delta_rule", "packed_convolution", "heads_apart", "gated_norm")
+"""What target ranks run in place of a hybrid's own; all but the first are Triton kernels of this project."""
 PACKED_CAPABILITY = (8, 0)
 """The least for torch's attention over packed documents."""
 ROWS = "documents run as right-padded rows, which never leak"
 ROWS_COST = "up to 15 % of the tokens computed are padding"
+CANNOT_RUN = "the target cannot run"
 DECODING = "only the answers that are decoded in evaluation and by `regenerate` come slower"
 NEWER_TRANSFORMERS = "pip install --upgrade 'transformers>=5.17,<6'"
 SOURCES = {"fla": FLA, "causal_conv1d": CAUSAL_CONV1D}
@@ -47,22 +50,24 @@ class Layers:
     linear: int
     delta_rule_missing: bool = False
     convolution_missing: bool = False
+    cannot_run: bool = False
+    """Whether not even torch stands in."""
 
 
-def kernel_findings(config: Config, facts: TargetFacts | None, caches: Mapping[str, str]) -> list[Finding]:
-    """The findings on all fused kernels that matter to the target; trials of them where there is a CUDA device.
+def kernel_findings(
+    config: Config, facts: TargetFacts | None, caches: Mapping[str, str], on_gpu: bool
+) -> list[Finding]:
+    """The findings on all fused kernels that matter to the target; trials of them where ranks run on a GPU.
 
     `facts`: None where the target's shape is unknown. `caches`: variables that name folders of compiled kernels.
     """
-    import torch
-
     half = half_installed_fla(None if facts is None else facts.is_hybrid)
-    if not torch.cuda.is_available():
+    if not on_gpu:
         return _on_cpu(facts, half)
     if facts is None:
         # Where the target is not known to need them, a missing package is no reason to refuse the run.
         return [half] if half else [install_finding(package, "warning") for package in (TRITON, FLA, CAUSAL_CONV1D)]
-    attention, flash = ["varlen_attn"], []
+    attention, flash = [PACKED_ATTENTION], []
     wants_flash = config.target.attention.startswith("flash_attention")
     if wants_flash or is_findable("flash_attn"):
         flash = [install_finding(FLASH_ATTN, "error" if wants_flash else "warning")]
@@ -71,16 +76,19 @@ def kernel_findings(config: Config, facts: TargetFacts | None, caches: Mapping[s
         return flash + _hybrid(config, facts, half, attention, caches)
     outcomes = try_kernels(attention, Shapes.of(facts.text), None, caches)
     rows, mend = never_packed(config, facts, None, _capability())
-    packing = packing_finding(outcomes, ["varlen_attn"], rows, mend)
+    packing = packing_finding(outcomes, [PACKED_ATTENTION], rows, mend)
     return [*([half] if half else []), *flash, *_verdicts(outcomes, config, own=False, rows=rows), packing]
 
 
 def fallback_finding(layers: Layers, mend: str, text: Mapping[str, Any], measured_us: float | None = None) -> Finding:
     """The finding on the linear-attention layers of a target with config `text`.
 
-    `measured_us`: what the fallback adds to a token on this GPU.
+    `measured_us`: what a token takes in the fallback of all of them on this GPU.
     """
     of_them = f"{layers.linear} of {layers.total} layers" if layers.total else "all linear-attention layers"
+    if layers.cannot_run:
+        detail = f"{of_them} cannot run: what target ranks run around the delta rule is in Triton"
+        return Finding("linear attention", "error", detail, mend, CANNOT_RUN)
     if not (layers.delta_rule_missing or layers.convolution_missing):
         return Finding("linear attention", "ok", f"{of_them} run the fused delta rule")
     share = layers.linear / layers.total if layers.total else MEASURED_SHARE
@@ -90,7 +98,7 @@ def fallback_finding(layers: Layers, mend: str, text: Mapping[str, Any], measure
     detail = f"{of_them} would run the torch fallback: about {factor:.1f} times slower ({what})"
     cost = "estimated from an H200 at Qwen3.6-27B's shape, by the share of such layers and the target's sizes"
     if measured_us is not None:
-        cost += f"; measured on this GPU: {measured_us:.0f} us a token more"
+        cost += f"; measured on this GPU: torch takes {measured_us:.1f} us a token there"
     return Finding("linear attention", "error", detail, mend, cost)
 
 
@@ -152,7 +160,7 @@ def binding_finding(binding: Binding, in_forward: bool) -> Finding:
 def _on_cpu(facts: TargetFacts | None, half: Finding | None) -> list[Finding]:
     """Kernels do harm on the CPU, where transformers takes them."""
     findings = [half] if half else []
-    harm = triton_without_gpu() if half is None and (facts is None or facts.is_hybrid) else None
+    harm = triton_on_cpu() if half is None and (facts is None or facts.is_hybrid) else None
     if harm is not None:
         findings.append(harm if facts else replace(harm, level="warning"))
     if facts is not None and facts.is_hybrid and harm is None:
@@ -167,29 +175,30 @@ def _hybrid(
     """All about linear attention: packages, bindings, trials, and the sum of it for the whole target."""
     modelling, broken = _modelling(facts)
     own = has_own_mixers(modelling)
-    installs = [install_finding(TRITON), half or install_finding(FLA), _convolution_install(own)]
+    installs = [_triton_install(own), half or install_finding(FLA), _convolution_install(own)]
     errors = {finding.name: finding for finding in installs if finding.level == "error"}
     bound = bindings(modelling) if modelling else []
-    tried = []
-    if not errors.keys() & {"fla", "triton"} and _delta_rule(modelling):
-        tried = ["chunk_gated_delta_rule", *(["convolution"] if own else [])]
-    tried += ["causal_conv1d_fn"] if _imports(CAUSAL_CONV1D) else []
-    outcomes = try_kernels([*attention, *tried], Shapes.of(facts.text), facts.modelling, caches)
-
     layers = _layers(facts, bound, own, set(errors))
+    mixers = _mixers_to_try(modelling, own, set(errors))
+    decoding = ["causal_conv1d_fn"] if _imports(CAUSAL_CONV1D) else []
+    outcomes = try_kernels([*attention, *mixers, *decoding], Shapes.of(facts.text), facts.modelling, caches)
+    measured_us = _torch_us(layers, outcomes)
+    if own and layers.delta_rule_missing:
+        outcomes.pop("packed_delta_rule", None)  # it ran in torch: only its time is of interest
+
     cause = next((errors[name] for name in ("fla", "triton", "causal-conv1d") if name in errors), None)
     mend = cause.mend if cause else NEWER_TRANSFORMERS
     missing = layers.delta_rule_missing or layers.convolution_missing
     rows, mend_of_rows = never_packed(config, facts, modelling, _capability())
     refusal, mend_of_packing = (leak_of_fallback(modelling), mend) if missing and not rows else (rows, mend_of_rows)
-    needed = ["varlen_attn", *(name for name in tried if not (own and name == "causal_conv1d_fn"))]
+    needed = [PACKED_ATTENTION, *mixers, *([] if own else decoding)]
     return [
         *installs,
         *broken,
         *(binding_finding(binding, in_forward=not own and not _decodes(binding)) for binding in bound),
         *_verdicts(outcomes, config, own, rows),
-        fallback_finding(layers, mend, facts.text, _added_us(layers, outcomes)),
-        packing_finding(outcomes, needed, refusal, mend_of_packing),
+        fallback_finding(layers, mend, facts.text, measured_us),
+        packing_finding(outcomes, [name for name in needed if name in outcomes], refusal, mend_of_packing),
     ]
 
 
@@ -240,6 +249,11 @@ def _imports(package: FusedPackage) -> bool:
     return import_error(package.module, package.functions) is None
 
 
+def _triton_install(own: bool) -> Finding:
+    finding = install_finding(TRITON)
+    return replace(finding, cost=CANNOT_RUN) if own and finding.cost else finding
+
+
 def _convolution_install(own: bool) -> Finding:
     finding = install_finding(CAUSAL_CONV1D, "warning" if own else "error")
     return replace(finding, cost=DECODING) if own and finding.cost else finding
@@ -248,8 +262,8 @@ def _convolution_install(own: bool) -> Finding:
 def _layers(facts: TargetFacts, bound: list[Binding], own: bool, bad: set[str]) -> Layers:
     kinds = facts.layer_types
     total, linear = len(kinds), kinds.count("linear_attention")
-    if own:  # target ranks import fla's delta rule themselves
-        return Layers(total, linear, delta_rule_missing=bool(bad & {"fla", "triton"}))
+    if own:  # target ranks import fla's delta rule themselves, and have Triton kernels of their own around it
+        return Layers(total, linear, delta_rule_missing=bool(bad & {"fla", "triton"}), cannot_run="triton" in bad)
     torch_kernels = {b.kernel for b in bound if b.fallback and not _decodes(b)}
     return Layers(
         total,
@@ -259,14 +273,22 @@ def _layers(facts: TargetFacts, bound: list[Binding], own: bool, bad: set[str]) 
     )
 
 
-def _added_us(layers: Layers, outcomes: Mapping[str, Outcome]) -> float | None:
-    """Microseconds a token that torch takes longer in all layers together; None where no kernel could be timed."""
+def _mixers_to_try(modelling: ModuleType | None, own: bool, bad: set[str]) -> list[str]:
+    """The kernels of linear attention in the target's forward that can be tried; `bad`: packages that are missing."""
+    if own:
+        return [] if "triton" in bad else list(OWN_KERNELS)  # without fla the delta rule runs in torch, and is timed
+    return ["chunk_gated_delta_rule"] if not bad & {"fla", "triton"} and _delta_rule(modelling) else []
+
+
+def _torch_us(layers: Layers, outcomes: Mapping[str, Outcome]) -> float | None:
+    """Microseconds a token of torch's code in all layers that run it; None where that could not be timed."""
     missing = {
+        "packed_delta_rule": layers.delta_rule_missing,
         "chunk_gated_delta_rule": layers.delta_rule_missing,
         "causal_conv1d_fn": layers.convolution_missing,
     }
     timed = [o for n, o in outcomes.items() if missing.get(n) and isinstance(o, Measured)]
-    return sum((o.reference_us - o.fused_us) / o.tokens for o in timed) * layers.linear if timed else None
+    return sum(o.reference_us / o.tokens for o in timed) * layers.linear if timed and layers.linear else None
 
 
 def _verdicts(outcomes: Mapping[str, Outcome], config: Config, own: bool, rows: str) -> list[Finding]:
@@ -275,11 +297,11 @@ def _verdicts(outcomes: Mapping[str, Outcome], config: Config, own: bool, rows: 
     if not config.target.attention.startswith("flash_attention"):
         unused.add("flash_attn_varlen_func")
     if rows:
-        unused.add("varlen_attn")
+        unused.add(PACKED_ATTENTION)
     findings = [verdict(name, outcome, "warning" if name in unused else "error") for name, outcome in outcomes.items()]
     # Without packed attention a run works, so there is nothing to mend.
     cost = f"none, as documents run as rows: {rows}"
-    idle = "kernel varlen_attn" if rows else ""
+    idle = f"kernel {PACKED_ATTENTION}" if rows else ""
     return [replace(f, mend="", cost=cost) if f.name == idle and f.level != "ok" else f for f in findings]
 
 

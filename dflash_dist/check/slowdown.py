@@ -34,8 +34,7 @@ def slowdown(text: Mapping[str, Any], share: float, delta_rule: bool, convolutio
 def _widths(text: Mapping[str, Any]) -> tuple[int, int]:
     """The size of the keys of all heads of linear attention, and of their values."""
     shapes = Shapes.of(dict(text))
-    keys = shapes.linear_num_key_heads * shapes.linear_key_head_dim
-    return keys, shapes.linear_num_value_heads * shapes.linear_value_head_dim
+    return shapes.keys, shapes.values
 
 
 def _active_parameters(text: Mapping[str, Any]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,8 +49,13 @@ def look_at_target(config: Config) -> tuple[Finding, TargetFacts | None]:
         mend = "`dflash-dist prepare` downloads it; then check again"
         return Finding("target", "warning", f"its config.json is not on this machine yet, {unknown}", mend), None
     try:
-        tree = dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
+        tree = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        mend = "check that it is open to you"
+        return Finding("target", "error", f"{path} cannot be read: {error.strerror}", mend), None
+    except (ValueError, RecursionError):
+        tree = None
+    if not isinstance(tree, dict):
         return Finding("target", "error", f"{path} is no JSON object", "get the target's files again"), None
     facts = _facts(path, tree, config.target.trust_remote_code)
     if not facts.is_hybrid:
@@ -66,6 +72,8 @@ def target_config_path(config: Config) -> Path | None:
     model = config.target.model
     if model.startswith("package:"):
         name = model.removeprefix("package:")
+        if not re.fullmatch(r"\w[\w.-]*", name):
+            raise UserError(f"target {model} names no package; check target.model")
         return next(iter(sorted(Path(config.cache_dir, "targets").glob(f"{name}-*/config.json"))), None)
     if folder := local_folder(model):
         return folder / "config.json"

@@ -7,8 +7,8 @@ import importlib.util
 import platform
 import re
 
-from dflash_dist.check.findings import Finding
-from dflash_dist.installed import version_of
+from dflash_dist.check.findings import Finding, one_line
+from dflash_dist.installed import import_error, version_of
 
 PYTHON_MINIMUM = "3.11"
 PACKAGES = (  # distribution, least version, what it is for
@@ -39,7 +39,10 @@ def is_older(version: str, minimum: str) -> bool:
 
 def is_findable(name: str) -> bool:
     """Whether a package of this name is on the path; it is not imported."""
-    return importlib.util.find_spec(name.replace("-", "_")) is not None
+    try:
+        return importlib.util.find_spec(name.replace("-", "_")) is not None
+    except (ImportError, ValueError):  # a name that no package has
+        return False
 
 
 def _python() -> Finding:
@@ -56,6 +59,9 @@ def _package(name: str, minimum: str, purpose: str) -> Finding:
         return Finding(name, "error", f"not installed; {purpose} needs at least {minimum}", mend)
     if is_older(version, minimum):
         return Finding(name, "error", f"{version}, but {purpose} needs at least {minimum}", mend)
+    if error := import_error(name):
+        mend = f"pip install --force-reinstall '{name}>={minimum}'"
+        return Finding(name, "error", f"{version}, but its import fails: {one_line(error)}", mend)
     return Finding(name, "ok", version)
 
 

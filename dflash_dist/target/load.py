@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from torch import Tensor, nn
 
 from dflash_dist.config import TargetConfig
 from dflash_dist.errors import UserError
+from dflash_dist.installed import version_of
+from dflash_dist.target.weights import check_weights
 
 
 class TargetEnds(nn.Module):
@@ -46,7 +49,15 @@ def full_config(folder: Path | str, trust_remote_code: bool = False) -> Any:
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # transformers checks some keys and stumbles over others
-        raise UserError(f"target {folder} has no usable config.json: {_one_line(error)}") from None
+        if unknown := re.search(r"model type `(.+?)` but Transformers does not recognize", str(error)):
+            raise UserError(
+                f"target {folder} is of model type {unknown.group(1)}, which transformers "
+                f"{version_of('transformers')} does not know; pip install --upgrade 'transformers<6', or take another"
+            ) from None
+        mend = "get the target's files again, or mend it"
+        if "trust_remote_code" in str(error) and not trust_remote_code:
+            mend = "read that code, and set target.trust_remote_code=true"
+        raise UserError(f"target {folder} has no usable config.json: {_one_line(error)}; {mend}") from None
 
 
 def text_config(folder: Path | str, trust_remote_code: bool = False) -> Any:
@@ -219,6 +230,26 @@ def load_full(folder: Path | str, settings: TargetConfig, device: torch.device) 
     return _load(folder, settings, full_config(folder, settings.trust_remote_code), device)
 
 
+def weightless(config: Any, layers: int, trust_remote_code: bool, **named: Any) -> tuple[Any, Any]:
+    """The model of a language model's config cut to so many layers, on no device, and its config.
+
+    UserError where none can be made, as numbers of the config do not fit each other.
+    """
+    from transformers import AutoModel
+
+    cut = truncated_config(type(config)(**config.to_dict()), layers)
+    try:
+        with torch.device("meta"):
+            return AutoModel.from_config(cut, trust_remote_code=trust_remote_code, **named), cut
+    except ImportError:
+        raise
+    except Exception as error:  # of any module
+        raise UserError(
+            f"no {config.model_type} can be made of the target's config.json ({type(error).__name__}: "
+            f"{_one_line(error)}); mend it, or get it again"
+        ) from error
+
+
 def truncated_config(config: Any, layers: int) -> Any:
     """`config`, changed in place to a model of the first `layers` layers; lists with one entry a layer are cut too."""
     text = config.get_text_config()
@@ -246,15 +277,29 @@ def _load(folder: Path | str, settings: TargetConfig, config: Any, device: torch
                 output_loading_info=True,
             )
     except Exception as error:  # of files, of memory, and of any module whose numbers in the config do not fit
-        if "does not support an attention implementation" in str(error):
-            raise UserError(
-                f"target {folder} does not support target.attention={settings.attention}; set target.attention=eager"
-            ) from None
+        if not isinstance(error, UserError):
+            check_attention(folder, settings)
+            check_weights(Path(folder))  # which tells the file
         raise UserError(f"target {folder} cannot be loaded: {_one_line(error)}") from None
     if loading["missing_keys"] or loading["mismatched_keys"]:
         wrong = sorted(map(str, [*loading["missing_keys"], *loading["mismatched_keys"]]))
         raise UserError(f"target {folder} lacks {len(wrong)} weights of its config or has them misshapen: {wrong[:3]}")
     return model.eval().requires_grad_(False)
+
+
+def check_attention(folder: Path | str, settings: TargetConfig) -> None:
+    """UserError where the target's code does not know `target.attention`, or what that needs is not installed."""
+    config = text_config(folder, settings.trust_remote_code)
+    try:
+        weightless(config, 1, settings.trust_remote_code, attn_implementation=settings.attention)
+    except (UserError, ImportError) as error:
+        told = error if error.__cause__ is None else error.__cause__
+        if re.search("attn_implementation|attention implementation|flash_?attention", str(told), re.IGNORECASE):
+            others = [name for name in ("sdpa", "eager") if name != settings.attention]
+            raise UserError(
+                f"target {folder} does not support target.attention={settings.attention} ({_one_line(told)[:150]}); "
+                f"set target.attention={' or '.join(others)}"
+            ) from None
 
 
 def _model_class(config: Any, settings: TargetConfig, head: bool) -> tuple[Any, Any]:
@@ -335,5 +380,5 @@ def _quiet_transformers() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300]
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300].rstrip(".")

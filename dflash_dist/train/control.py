@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import signal
 import time
+from collections.abc import Callable
+from typing import Any
 
 from torch.distributed import Store
 
@@ -39,6 +41,10 @@ class Control:
         first = self._of_rank_0(name, value)
         if first != value:
             raise RunFailed(f"{name} of rank {self._rank} is {value[:16]}, but rank 0 has {first[:16]}")
+
+    def from_rank_0(self, name: str, find: Callable[[], Any]) -> Any:
+        """What `find` gives on rank 0, which is to be JSON; the other ranks take it from there."""
+        return json.loads(self._of_rank_0(name, json.dumps(find()) if self._rank == 0 else ""))
 
     def agree_on_command(self, facts: list[str]) -> None:
         """Checks that every rank was started with the same `facts`; UserError shows those that differ.

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,11 +28,14 @@ from dflash_dist.export.plain import read_config
 from dflash_dist.installed import version_of
 from dflash_dist.target.load import check_longest, load_tokenizer, text_config
 from dflash_dist.target.package import target_folder
+from dflash_dist.target.weights import check_weights
 from dflash_dist.topology import Topology, check_batches_per_step
 from dflash_dist.typed import convert
 
 COSTS = ("cost_fixed_us", "cost_token_us", "cost_token_squared_us")
 """Keys of `schedule`, and of the costs in a probe's file."""
+Costs = dict[str, float | None]
+"""The schedule's costs by key; None where one is neither given nor probed."""
 
 
 @dataclass(frozen=True)
@@ -47,16 +51,28 @@ class Inputs:
     report: PrepareReport
 
 
-def resolve_inputs(config: Config, topology: Topology) -> Inputs:
-    """The run's inputs, prepared where they are not yet; UserError where the run cannot work."""
+def resolve_inputs(
+    config: Config,
+    topology: Topology,
+    device: str = "auto",
+    agreed: Callable[[Callable[[], Costs]], Costs] = lambda find: find(),
+) -> Inputs:
+    """The run's inputs, prepared where they are not yet; UserError where the run cannot work.
+
+    `device`: cpu, cuda or auto, which ranks run on. `agreed` makes what one rank finds the costs of every rank: their
+    GPUs and caches may differ, and their schedules must not.
+    """
     check_batches_per_step(topology, config.schedule.batches_per_step)
     folder = target_folder(config.target.model, Path(config.cache_dir))
     target_config, drafter = resolve_drafter(config, folder)
+    check_weights(Path(folder))  # before the data, which may take long
     store_folder, report = prepare_with_report(config, Path(folder))
     store = TokenStore.open(store_folder)
     check_vocabulary(store.largest_token(), target_config.vocab_size, folder)
     check_longest(target_config, int(store.lengths.max(initial=0)))
-    schedule = Schedule(store, with_probed_costs(config, folder, drafter), topology)
+    costs: dict[str, Any] = agreed(lambda: schedule_costs(config, folder, drafter, device))
+    costed = dataclasses.replace(config.schedule, **costs)
+    schedule = Schedule(store, dataclasses.replace(config, schedule=costed), topology)
     if schedule.total_steps == 0:
         raise UserError(
             f"data.sources give {len(store.lengths)} documents, of which none is left for training; add data, or lower "
@@ -74,25 +90,25 @@ def resolve_drafter(config: Config, folder: Path | str) -> tuple[Any, DrafterCon
     return target_config, drafter
 
 
-def with_probed_costs(config: Config, folder: Path | str, drafter: DrafterConfig) -> Config:
-    """The config with the costs that it leaves open as they were probed; open still where they were not.
+def schedule_costs(config: Config, folder: Path | str, drafter: DrafterConfig, device: str) -> Costs:
+    """The costs that the config gives, and those that it leaves open as they were probed on this machine's `device`.
 
     Rank 0 says which are used. UserError where the probe's file is damaged.
     """
-    given = {name: getattr(config.schedule, name) for name in COSTS}
-    gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu"
+    given: Costs = {name: getattr(config.schedule, name) for name in COSTS}
+    gpu = torch.cuda.get_device_name(0) if device != "cpu" and torch.cuda.is_available() else "cpu"
     path = probe_file(config, folder, drafter, gpu)
     if all(value is not None for value in given.values()):
         costs, source = given, "given by the config"
     elif path.exists():
-        costs = {name: given[name] if given[name] is not None else cost for name, cost in _probed(path).items()}
+        costs = _probed(path) | {name: cost for name, cost in given.items() if cost is not None}
         source = f"as probed: {path}"
     else:
         costs, source = given, "not probed: batches are compared by their tokens; `dflash-dist probe` measures them"
     if os.environ.get("RANK") == "0":
         shown = ", ".join(f"{name}={value:.6g}" for name, value in costs.items() if value is not None)
         _say_once(f"costs of the schedule: {f'{shown}, ' if shown else ''}{source}")
-    return dataclasses.replace(config, schedule=dataclasses.replace(config.schedule, **costs))
+    return costs
 
 
 def probe_file(config: Config, folder: Path | str, drafter: DrafterConfig, gpu: str) -> Path:
@@ -109,7 +125,7 @@ def probe_file(config: Config, folder: Path | str, drafter: DrafterConfig, gpu: 
     return Path(config.cache_dir) / "probes" / name
 
 
-def _probed(path: Path) -> dict[str, float]:
+def _probed(path: Path) -> Costs:
     """The costs in a probe's file."""
     try:
         costs = json.loads(path.read_text(encoding="utf-8"))["costs"]

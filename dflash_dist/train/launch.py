@@ -163,7 +163,7 @@ def _thread_failed(failure: threading.ExceptHookArgs) -> None:
 @contextlib.contextmanager
 def begin_run(config: Config, topology: Topology, device_type: str, folder: Path, allow_slow: bool) -> Iterator[None]:
     """Prepares target and data, checks that the run can work, and makes its folder, which is locked in the block."""
-    inputs = resolve_inputs(config, topology)
+    inputs = resolve_inputs(config, topology, device_type)
     print_report(inputs.report, inputs.store_folder)
     needs = rank_memory(config, topology, inputs.target_config, inputs.drafter, device_type)
     if device_type == "cuda":
@@ -172,7 +172,7 @@ def begin_run(config: Config, topology: Topology, device_type: str, folder: Path
     else:
         ranks = {"target": topology.targets, "drafter": topology.drafters, "target+drafter": topology.targets}
         check_memory(needs, psutil.virtual_memory().available, ranks)
-    findings = check(config)
+    findings = check(config, device_type)
     if has_errors(findings) and not allow_slow:
         costs = {f.name: f", so {f.cost}" if f.cost else "" for f in findings}
         wrong = "; ".join(

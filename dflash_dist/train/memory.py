@@ -13,7 +13,7 @@ from dflash_dist.drafter.config import DrafterConfig
 from dflash_dist.drafter.loss import Objective
 from dflash_dist.drafter.model import DFlashDrafter
 from dflash_dist.errors import UserError
-from dflash_dist.target.load import torch_dtype, truncated_config
+from dflash_dist.target.load import torch_dtype, weightless
 from dflash_dist.topology import Topology
 from dflash_dist.wire import WireFormat
 
@@ -98,9 +98,5 @@ def _drafter_memory(drafter: DrafterConfig, shards: int) -> dict[str, float]:
 
 def _decoder_parameters(target_config: Any, layers: int, trust_remote_code: bool) -> int:
     """Parameters of the target's embedding and first layers, counted on the meta device."""
-    from transformers import AutoModel
-
-    config = truncated_config(type(target_config)(**target_config.to_dict()), layers)
-    with torch.device("meta"):
-        model = AutoModel.from_config(config, trust_remote_code=trust_remote_code)
+    model, _ = weightless(target_config, layers, trust_remote_code)
     return sum(math.prod(p.shape) for p in model.parameters())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import sys
@@ -123,7 +124,7 @@ def _context(
     control: Control,
     watch: Watch,
 ) -> RankContext:
-    inputs = resolve_inputs(config, topology)
+    inputs = resolve_inputs(config, topology, device.type, functools.partial(control.from_rank_0, "costs"))
     checkpoint = newest_checkpoint(run_folder / "checkpoints")
     control.agree_on("resumed step", str(checkpoint.step if checkpoint else 0))
     drafter_ranks = [topology.drafter_rank(d) for d in range(topology.num_drafters)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import json
 import time
@@ -10,25 +9,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from dflash_dist.check import Finding, check, has_errors
-from dflash_dist.check.bindings import torch_reference
 from dflash_dist.check.gpus import read_nvml
-from dflash_dist.check.installs import import_error
 from dflash_dist.check.kernels import Failure, try_kernels, verdict
-from dflash_dist.check.trials import (
-    KERNELS,
-    LENGTHS,
-    Case,
-    Measured,
-    Shapes,
-    attention_case,
-    convolution_case,
-    delta_rule_case,
-    measure,
-)
+from dflash_dist.check.layers import OWN_KERNELS
+from dflash_dist.check.trials import KERNELS, Case, Measured, Shapes, make_case, measure
+from dflash_dist.installed import import_error
+from dflash_dist.target.packed import Pack, running
 from tests.ranks.cli import dflash
 from tests.tiny import make_chats, make_config, make_tokenizer
 
@@ -38,22 +29,22 @@ pytestmark = [
 ]
 MODELLING = "transformers.models.qwen3_5.modeling_qwen3_5"
 QWEN3_8B = Shapes(num_attention_heads=32, num_key_value_heads=8, head_dim=128)
-INSTALLED = [name for name, module in KERNELS.items() if import_error(module, (name,)) is None]
-BOUNDS = {
-    "cu_seqlens": lambda x: x[[0, -1]],
-    "seq_idx": torch.zeros_like,
-    "positions_1T": lambda x: torch.arange(x.numel(), device=x.device)[None],
-}
+SLIDING = Shapes(num_attention_heads=16, num_key_value_heads=8, head_dim=256, sliding_window=1024)
+NEEDS = {"packed_delta_rule": "fla.ops.gated_delta_rule"}
+"""What an op is to run, without which it runs in torch."""
+INSTALLED = [
+    name
+    for name, module in KERNELS.items()
+    if import_error(module, (name,)) is None and import_error(NEEDS.get(name, module)) is None
+]
+PER_TOKEN = ("heads_apart", "gated_norm")
+"""Kernels that look at no other token."""
+BOUNDS = {"cu_seqlens": lambda x: x[[0, -1]], "seq_idx": torch.zeros_like}
 """What becomes of an argument that tells where documents lie, so that it tells of one only."""
 
 
-def case_of(name: str, shapes: Shapes) -> Case:
-    where = (shapes, sum(LENGTHS), torch.device("cuda", 0), torch.bfloat16)
-    if name == "chunk_gated_delta_rule":
-        reference = torch_reference(importlib.import_module(MODELLING), "torch_chunk_gated_delta_rule")
-        assert reference is not None
-        return delta_rule_case(*where, reference)
-    return (convolution_case if "conv" in name else attention_case)(*where)
+def case_of(name: str) -> Case:
+    return make_case(name, Shapes(sliding_window=300), MODELLING, torch.device("cuda", 0))
 
 
 def kernel_of(name: str) -> Callable[..., Any]:
@@ -61,7 +52,7 @@ def kernel_of(name: str) -> Callable[..., Any]:
     return kernel
 
 
-@pytest.mark.parametrize("shapes", [Shapes(), QWEN3_8B], ids=["qwen3.6-27b", "qwen3-8b"])
+@pytest.mark.parametrize("shapes", [Shapes(), QWEN3_8B, SLIDING], ids=["qwen3.6-27b", "qwen3-8b", "sliding"])
 def test_installed_kernels_pass(shapes: Shapes, capsys: pytest.CaptureFixture[str]) -> None:
     """Prints how long the trials take and what they measured."""
     start_s = time.monotonic()
@@ -76,20 +67,23 @@ def test_installed_kernels_pass(shapes: Shapes, capsys: pytest.CaptureFixture[st
         assert verdict(name, outcome).level == "ok", (name, outcome)
 
 
-@pytest.mark.parametrize("name", INSTALLED)
+@pytest.mark.parametrize("name", [name for name in INSTALLED if name not in PER_TOKEN])
 def test_a_kernel_that_is_not_told_of_documents_leaks(name: str) -> None:
     kernel = kernel_of(name)
 
-    @functools.wraps(kernel)
     def leaky(*inputs: Any, **named: Any) -> Any:
-        if name in ("chunk_gated_delta_rule", "convolution", "causal_conv1d_fn"):
-            return kernel(*inputs, **{key: BOUNDS.get(key, lambda x: x)(value) for key, value in named.items()})
-        query, key, value, bounds, _, _, _ = inputs
-        tokens, whole = len(query), bounds[[0, -1]].contiguous()
-        return kernel(query, key, value, whole, whole, tokens, tokens, **named)
+        if name.startswith("packed"):
+            tokens = inputs[0].shape[0 if name == "packed_attention" else 1]
+            with running(type("Decoder", (), {"config": None}), Pack.of(np.array([tokens]), torch.device("cuda", 0))):
+                return kernel(*inputs, **named)
+        if name == "flash_attn_varlen_func":
+            query, key, value, bounds, _, _, _ = inputs
+            tokens, whole = len(query), bounds[[0, -1]].contiguous()
+            return kernel(query, key, value, whole, whole, tokens, tokens, **named)
+        return kernel(*inputs, **{key: BOUNDS.get(key, lambda x: x)(value) for key, value in named.items()})
 
     with torch.inference_mode():
-        finding = verdict(name, measure(case_of(name, Shapes()), leaky))
+        finding = verdict(name, measure(case_of(name), leaky))
     assert finding.level == "error" and "lets packed documents see each other" in finding.detail
 
 
@@ -97,23 +91,22 @@ def test_a_kernel_that_is_not_told_of_documents_leaks(name: str) -> None:
 def test_a_kernel_with_wrong_values_is_found(name: str) -> None:
     kernel = kernel_of(name)
 
-    @functools.wraps(kernel)
     def off(*inputs: Any, **named: Any) -> Any:
         out = kernel(*inputs, **named)
         return (out[0] * 1.1, None) if isinstance(out, tuple) else out * 1.1
 
     with torch.inference_mode():
-        finding = verdict(name, measure(case_of(name, Shapes()), off))
+        finding = verdict(name, measure(case_of(name), off))
     assert finding.level == "error" and "gives other values than torch" in finding.detail
 
 
 def test_a_kernel_that_breaks_the_device_is_named_and_this_process_goes_on(tmp_path: Path) -> None:
     breaking = "def causal_conv1d_fn(x, *a, **b):\n    x[0, 0][x[0, 0].long() + 10**6].sum().item()\n"
     (tmp_path / "causal_conv1d.py").write_text(breaking)
-    names = ["causal_conv1d_fn", "varlen_attn"]
+    names = ["causal_conv1d_fn", "packed_attention"]
     outcomes = try_kernels(names, Shapes(), MODELLING, {"PYTHONPATH": str(tmp_path)})
     assert isinstance(outcomes["causal_conv1d_fn"], Failure) and not outcomes["causal_conv1d_fn"].untried
-    assert outcomes["varlen_attn"] == Failure("the trial of causal_conv1d_fn ended all", untried=True)
+    assert outcomes["packed_attention"] == Failure("the trial of causal_conv1d_fn ended all", untried=True)
     assert torch.ones(4, device="cuda").sum().item() == 4
 
 
@@ -149,11 +142,13 @@ def test_the_check_of_a_hybrid_target(tmp_path: Path) -> None:
     if "chunk_gated_delta_rule" in INSTALLED:
         assert summary.level == "ok" and summary.detail == "48 of 64 layers run the fused delta rule"
         assert findings["binding chunk_gated_delta_rule"].detail.startswith("fla.")
-        assert findings["kernel chunk_gated_delta_rule"].level == "ok"
+        assert {findings[f"kernel {name}"].level for name in OWN_KERNELS} == {"ok"}, findings
         assert findings["packing"].level == "ok" and "tried here" in findings["packing"].detail
     else:
         sentence = "48 of 64 layers would run the torch fallback: about 1.5 times slower"
         assert summary.level == "error" and summary.detail.startswith(sentence) and summary.mend
+        assert "measured on this GPU: torch takes" in summary.cost
+        assert {findings[f"kernel {name}"].level for name in OWN_KERNELS[1:]} == {"ok"}, findings
         assert findings["packing"].level == "warning"
 
 
@@ -161,8 +156,8 @@ def test_the_check_of_a_dense_target_tries_attention_alone(tmp_path: Path) -> No
     from transformers import Qwen3Config
 
     findings = checked(tmp_path, Qwen3Config(num_hidden_layers=8).to_dict())
-    assert "linear attention" not in findings and findings["kernel varlen_attn"].level == "ok"
-    assert not {"kernel chunk_gated_delta_rule", "kernel causal_conv1d_fn"} & set(findings)
+    assert "linear attention" not in findings and findings["kernel packed_attention"].level == "ok"
+    assert not {f"kernel {name}" for name in (*OWN_KERNELS, "causal_conv1d_fn")} & set(findings)
     assert findings["packing"].level == "ok" and findings["compiler"].level == "ok"
 
 
@@ -171,7 +166,7 @@ def test_a_run_without_packed_attention_is_not_asked_to_mend_it(tmp_path: Path) 
 
     findings = checked(tmp_path, Gemma2Config(num_hidden_layers=8).to_dict())
     assert findings["packing"].level == "warning" and "soft cap" in findings["packing"].detail
-    assert findings["kernel varlen_attn"].level != "error"
+    assert findings["kernel packed_attention"].level != "error"
 
 
 def test_what_is_said_of_this_machine() -> None:

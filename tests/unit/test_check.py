@@ -128,16 +128,32 @@ def test_a_hub_target_that_is_not_here_yet_is_a_warning(tmp_path: Path) -> None:
     assert finding.level == "warning" and "is unknown" in finding.detail and "prepare" in finding.mend
 
 
-@pytest.mark.parametrize("model", ["./nowhere", "~nobody/model", "a/b/c"])
+@pytest.mark.parametrize("model", ["./nowhere", "~nobody/model", "a/b/c", "package:../x", "package:/x", "package: "])
 def test_a_target_that_cannot_be_is_an_error(tmp_path: Path, model: str) -> None:
     finding = by_name(check(make_config(tmp_path, model=model)))["target"]
     assert finding.level == "error" and model in finding.detail and "target.model" in finding.mend
 
 
-def test_a_target_whose_config_is_no_json(tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", ["{", "", "[]", "[[1, 2]]", "3", "null", "[" * 100_000])
+def test_a_target_whose_config_is_no_json_object(tmp_path: Path, text: str) -> None:
     config = make_config(tmp_path, DENSE)
-    (tmp_path / "target" / "config.json").write_text("{")
-    assert by_name(check(config))["target"].level == "error"
+    (tmp_path / "target" / "config.json").write_text(text)
+    finding = by_name(check(config))["target"]
+    assert finding.level == "error" and "is no JSON object" in finding.detail
+
+
+def test_a_target_whose_config_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_config(tmp_path, DENSE)
+    read = Path.read_text
+
+    def closed(path: Path, **named: str) -> str:
+        if path.name == "config.json":
+            raise PermissionError(13, "Permission denied")
+        return read(path, **named)
+
+    monkeypatch.setattr(Path, "read_text", closed)
+    finding = by_name(check(config))["target"]
+    assert finding.level == "error" and finding.detail.endswith("config.json cannot be read: Permission denied")
 
 
 def test_target_kind_of_a_converted_package(tmp_path: Path) -> None:
@@ -204,6 +220,7 @@ def test_half_installed_fla(
     monkeypatch.setattr(sys, "path", hidden)
     finding = by_name(check(make_config(tmp_path, target)))["fla"]
     assert finding.level == level and "half installed" in finding.detail and "--force-reinstall" in finding.mend
+    assert finding.cost.startswith("none for this target") == (target is DENSE)
 
 
 def test_embedded_packages_that_are_missing(tmp_path: Path) -> None:
@@ -211,6 +228,23 @@ def test_embedded_packages_that_are_missing(tmp_path: Path) -> None:
     assert findings["target no-such-llm"].level == findings["data no-such-data"].level == "error"
     assert "no-such-llm" in findings["target no-such-llm"].detail
     assert "pip install no-such-data" in findings["data no-such-data"].mend
+
+
+@pytest.mark.parametrize("name", ["a.b", "../x", "/x", "..", "a b", ""])
+def test_names_that_no_package_has(tmp_path: Path, name: str) -> None:
+    assert by_name(check(make_config(tmp_path, DENSE, source=f"package:{name}")))[f"data {name}"].level == "error"
+    found = by_name(check(make_config(tmp_path / "other", model=f"package:{name}")))
+    assert found[f"target {name}"].level == "error"
+
+
+def test_a_package_whose_import_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, install) -> None:
+    """It is installed, by what pip left of it, and yet broken."""
+    install({"made_up.py": "raise OSError('libmade.so: cannot open')\n"})
+    monkeypatch.setattr(versions, "PACKAGES", (("made_up", "1.2", "this test"),))
+    monkeypatch.setattr(versions, "version_of", lambda name: "1.3")
+    finding = by_name(check(None))["made_up"]
+    assert finding.level == "error" and finding.detail == "1.3, but its import fails: OSError: libmade.so: cannot open"
+    assert finding.mend == "pip install --force-reinstall 'made_up>=1.2'"
 
 
 def test_embedded_packages_that_are_there(tmp_path: Path) -> None:

@@ -14,8 +14,9 @@ import pytest
 import torch
 import transformers
 
-from dflash_dist.check import layers
+from dflash_dist.check import Finding, layers
 from dflash_dist.check.bindings import NAMES, Binding, bindings, torch_reference
+from dflash_dist.check.installs import FusedPackage
 from dflash_dist.check.kernels import Failure, Outcome
 from dflash_dist.check.layers import (
     Layers,
@@ -159,7 +160,7 @@ def test_the_sentence_about_layers_in_torch(shape: Layers, sentence: str) -> Non
     assert finding.level == "error" and finding.detail.startswith(sentence) and finding.mend == "a command"
     assert "estimated" in finding.cost and "measured on this GPU" not in finding.cost
     measured = fallback_finding(shape, "a command", {}, measured_us=54.3)
-    assert measured.cost.endswith("measured on this GPU: 54 us a token more")
+    assert measured.cost.endswith("measured on this GPU: torch takes 54.3 us a token there")
 
 
 def test_the_sentence_where_nothing_is_missing() -> None:
@@ -192,12 +193,12 @@ def test_packing_where_nothing_is_known_of_the_fallback() -> None:
 
 
 def test_packing_follows_the_kernels() -> None:
-    needed = ["varlen_attn", "chunk_gated_delta_rule"]
+    needed = ["packed_attention", "packed_delta_rule"]
     well = packing_finding(dict.fromkeys(needed, WORKS), needed)
-    assert well.level == "ok" and "stay apart in varlen_attn and chunk_gated_delta_rule (tried here)" in well.detail
+    assert well.level == "ok" and "stay apart in packed_attention and packed_delta_rule (tried here)" in well.detail
     for broken in (LEAKS, Failure("RuntimeError: no kernel image")):
-        finding = packing_finding({"varlen_attn": WORKS, "chunk_gated_delta_rule": broken}, needed)
-        assert finding.level == "warning" and finding.detail.startswith("chunk_gated_delta_rule cannot be trusted")
+        finding = packing_finding({"packed_attention": WORKS, "packed_delta_rule": broken}, needed)
+        assert finding.level == "warning" and finding.detail.startswith("packed_delta_rule cannot be trusted")
         assert "right-padded rows, which never leak" in finding.detail and "15 %" in finding.cost
     untried = packing_finding(dict.fromkeys(needed, Failure("", untried=True)), needed)
     assert untried.level == "ok" and "not tried here" in untried.detail
@@ -240,7 +241,6 @@ def test_a_target_that_can_be_packed(config: Config, text: dict, architecture: s
 
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], outcome: Outcome) -> None:
     """As on a machine with a GPU, on which each trial ends like that."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
     monkeypatch.setattr(layers, "try_kernels", lambda names, *rest: dict.fromkeys(names, outcome))
@@ -264,8 +264,8 @@ def test_packed_attention_that_fails_is_an_error_only_where_the_run_uses_it(
     level: str,
 ) -> None:
     on_a_gpu(monkeypatch, capability, Failure("RuntimeError: FlashAttention only supports Ampere GPUs or newer."))
-    findings = {f.name: f for f in kernel_findings(with_dtype(config, dtype), TargetFacts(text), {})}
-    finding = findings["kernel varlen_attn"]
+    findings = {f.name: f for f in kernel_findings(with_dtype(config, dtype), TargetFacts(text), {}, on_gpu=True)}
+    finding = findings["kernel packed_attention"]
     assert finding.level == level and "only supports Ampere" in finding.detail
     assert ("torch" in finding.mend) == (level == "error")
     assert findings["packing"].level == "warning" and "right-padded rows" in findings["packing"].detail
@@ -278,11 +278,77 @@ def test_packing_is_not_said_of_gemma_2_though_the_kernel_works(
 ) -> None:
     on_a_gpu(monkeypatch, (9, 0), WORKS)
     facts = TargetFacts(target_config("gemma2").to_dict(), "transformers.models.gemma2.modeling_gemma2")
-    findings = {f.name: f for f in kernel_findings(with_dtype(config, "auto"), facts, {})}
-    assert findings["kernel varlen_attn"].level == "ok"
+    findings = {f.name: f for f in kernel_findings(with_dtype(config, "auto"), facts, {}, on_gpu=True)}
+    assert findings["kernel packed_attention"].level == "ok"
     assert findings["packing"].level == "warning" and "soft cap" in findings["packing"].detail
-    well = kernel_findings(with_dtype(config, "auto"), TargetFacts(target_config("qwen3").to_dict()), {})
+    well = kernel_findings(with_dtype(config, "auto"), TargetFacts(target_config("qwen3").to_dict()), {}, on_gpu=True)
     assert well[-1].level == "ok" and "(tried here)" in well[-1].detail
+
+
+def hybrid_findings(
+    monkeypatch: pytest.MonkeyPatch, config: Config, kind: str, *missing: str, **facts: Any
+) -> dict[str, Finding]:
+    """Of a tiny hybrid on a GPU on which every trial ends well, where these packages cannot be imported."""
+
+    def installed(package: FusedPackage, level: Any = "error") -> Finding:
+        bad = package.name in missing
+        return Finding(package.name, level if bad else "ok", "made", package.install, package.cost if bad else "")
+
+    on_a_gpu(monkeypatch, (9, 0), WORKS)
+    monkeypatch.setattr(layers, "install_finding", installed)
+    monkeypatch.setattr(layers, "half_installed_fla", lambda hybrid: None)
+    code = f"transformers.models.{kind}.modeling_{kind}"
+    text = target_config("hybrid").to_dict() | facts
+    return {f.name: f for f in kernel_findings(with_dtype(config, "auto"), TargetFacts(text, code), {}, on_gpu=True)}
+
+
+OWN_KERNELS = {"packed_attention", "packed_delta_rule", "packed_convolution", "heads_apart", "gated_norm"}
+
+
+@pytest.mark.parametrize("kind", HYBRIDS)
+def test_each_kernel_that_target_ranks_run_is_tried(monkeypatch: pytest.MonkeyPatch, config: Config, kind: str) -> None:
+    found = hybrid_findings(monkeypatch, config, kind)
+    tried = {name.removeprefix("kernel ") for name in found if name.startswith("kernel ")}
+    assert tried - {"causal_conv1d_fn", "flash_attn_varlen_func"} == OWN_KERNELS
+    assert found["linear attention"].detail == "6 of 8 layers run the fused delta rule"
+    assert all(name in found["packing"].detail for name in OWN_KERNELS) and "(tried here)" in found["packing"].detail
+
+
+@pytest.mark.parametrize("kind", HYBRIDS)
+def test_without_fla_the_fallback_of_target_ranks_is_timed(
+    monkeypatch: pytest.MonkeyPatch, config: Config, kind: str
+) -> None:
+    """In torch; it is no kernel, and gets no verdict. The kernels around it run in Triton all the same."""
+    found = hybrid_findings(monkeypatch, config, kind, "fla")
+    summary = found["linear attention"]
+    assert summary.level == "error" and "6 of 8 layers would run the torch fallback: about " in summary.detail
+    assert summary.cost.endswith(f"torch takes {6 * 900 / 4096:.1f} us a token there")
+    assert "kernel packed_delta_rule" not in found and found["kernel gated_norm"].level == "ok"
+    assert found["packing"].level == "warning"
+    unknown = hybrid_findings(monkeypatch, config, kind, "fla", layer_types=None)["linear attention"]
+    assert "about " in unknown.detail and "measured on this GPU" not in unknown.cost  # of how many layers is not known
+
+
+def test_without_triton_target_ranks_cannot_run_a_hybrid(monkeypatch: pytest.MonkeyPatch, config: Config) -> None:
+    """What they run around the delta rule is in Triton, and has no other form on a GPU."""
+    found = hybrid_findings(monkeypatch, config, "qwen3_5", "triton", "fla")
+    summary = found["linear attention"]
+    assert summary.level == "error" and summary.detail.startswith("6 of 8 layers cannot run: ")
+    assert "times slower" not in summary.detail and "triton" in summary.mend
+    assert summary.cost == found["triton"].cost == "the target cannot run"
+    assert {name for name in found if name.startswith("kernel ")} == {"kernel packed_attention"}
+
+
+@without_kernels
+@pytest.mark.parametrize(("missing", "timed"), [(["fla"], False), (["causal-conv1d"], True), ([], True)])
+def test_a_hybrid_whose_own_code_runs_is_timed_with_its_kernel(
+    monkeypatch: pytest.MonkeyPatch, config: Config, missing: list[str], timed: bool
+) -> None:
+    """transformers calls torch for it, though fla is said to be importable."""
+    found = hybrid_findings(monkeypatch, config, "olmo_hybrid", *missing)
+    summary = found["linear attention"]
+    assert summary.level == "error" and "torch fallback" in summary.detail
+    assert ("measured on this GPU" in summary.cost) == ("kernel chunk_gated_delta_rule" in found) == timed
 
 
 def qwen3_6_27b() -> dict[str, Any]:

@@ -64,9 +64,8 @@ def test_a_missing_triton_is_named_with_its_mend() -> None:
     assert "ModuleNotFoundError; CC is no-such-compiler" in both.detail and "'triton>=3.3' and unset CC" in both.mend
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA device")
 def test_nothing_is_said_on_a_cpu(config: Config) -> None:
-    assert compiler_findings(config) == []
+    assert compiler_findings(config, on_gpu=False) == []
 
 
 @pytest.mark.parametrize(
@@ -82,19 +81,17 @@ def test_it_matters_to_runs_that_compile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], way_out: str | None
 ) -> None:
     path = make_config(tmp_path, tmp_path, make_chats(tmp_path / "chats.jsonl", rows=1))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(compiler, "install_finding", lambda package: NO_TRITON)
-    findings = compiler_findings(load_config(path, overrides))
+    findings = compiler_findings(load_config(path, overrides), on_gpu=True)
     assert [f.mend.partition("; or set ")[2] for f in findings] == ([way_out] if way_out else [])
 
 
 @pytest.mark.skipif(
     torch.cuda.is_available() or importlib.util.find_spec("triton") is not None, reason="needs to be without triton"
 )
-def test_a_dense_target_on_cuda_is_refused_without_triton(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dense_target_on_cuda_is_refused_without_triton(tmp_path: Path) -> None:
     target = make_target("qwen3", tmp_path / "target")
     config = load_config(make_config(tmp_path, target, make_chats(tmp_path / "chats.jsonl", rows=2)))
     assert "compiler" not in {finding.name for finding in check(config)}
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    (finding,) = compiler_findings(config)
+    (finding,) = compiler_findings(config, on_gpu=True)
     assert finding.level == "error" and "triton: not installed" in finding.detail

@@ -134,7 +134,7 @@ BROKEN = {
         "fla",
         "it needs triton, which is not installed: ModuleNotFoundError: No module named 'triton'",
         "pip install 'triton>=3.3'",
-        also={"triton": "not installed: ModuleNotFoundError", "linear attention": FALLBACK},
+        also={"triton": "not installed: ModuleNotFoundError", "linear attention": "6 of 8 layers cannot run: "},
     ),
     "no extension": Broken(
         WORKING | {"causal_conv1d/__init__.py": "import causal_conv1d_cuda\n"} | dist("causal-conv1d", "1.7.0"),
@@ -202,8 +202,9 @@ def test_each_broken_install_has_its_finding_and_its_mend(findings: dict[str, di
     for other, says in case.also.items():
         assert says in found[other].detail, found[other]
     if FALLBACK in found["linear attention"].detail:
-        assert found["linear attention"].level == "error" and found["linear attention"].mend == case.mend
         assert found["linear attention"].detail.endswith("times slower (delta rule)")
+    if "layers run" not in found["linear attention"].detail:
+        assert found["linear attention"].level == "error" and found["linear attention"].mend == case.mend
 
 
 def test_a_working_install_is_bound_and_all_is_well(findings: dict[str, dict[str, Finding]]) -> None:

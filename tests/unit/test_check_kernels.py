@@ -4,31 +4,33 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import inspect
+import importlib.util
+import json
+import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from dflash_dist.check import kernels
+from dflash_dist.check import kernels, layers
 from dflash_dist.check.bindings import torch_reference
 from dflash_dist.check.kernels import Failure, try_kernels, verdict
-from dflash_dist.check.trials import (
-    Case,
-    Measured,
-    Shapes,
-    attention_case,
-    convolution_case,
-    delta_rule_case,
-    measure,
-)
+from dflash_dist.check.trials import KERNELS, Case, Measured, Shapes, make_case, measure
+from dflash_dist.target import attention as attention_of_target
+from dflash_dist.target import mixers
+from dflash_dist.target.attention import packed_attention
+from dflash_dist.target.packed import Pack, current
 
 CPU = torch.device("cpu")
-SMALL = Shapes(2, 4, 16, 16, 4, 4, 2, 16)
+SMALL = Shapes(2, 4, 16, 16, 4, 4, 2, 16, sliding_window=20)
 LENGTHS = (70, 5, 33)
 MODELLING = "transformers.models.qwen3_5.modeling_qwen3_5"
 FIGURES = Measured(error=0.004, leak=0.0, fused_us=100.0, reference_us=900.0, tokens=4096)
@@ -83,16 +85,6 @@ def attention(q: Tensor, k: Tensor, v: Tensor, bounds_q: Tensor, bounds_k: Tenso
     return torch.cat(parts)
 
 
-def torch_2_10(*inputs: Any, cu_seq_q: Tensor | None = None, is_causal: bool = False) -> Tensor:
-    assert is_causal and inputs[1].shape == inputs[0].shape  # without grouped queries, keys and values are repeated
-    return attention(*inputs)
-
-
-def torch_2_12(*inputs: Any, enable_gqa: bool = False, window_size: tuple[int, int] = (-1, -1)) -> Tensor:
-    assert enable_gqa and window_size == (-1, 0) and inputs[1].shape != inputs[0].shape
-    return attention(*inputs)
-
-
 def flash_attn(*inputs: Any, causal: bool = False) -> Tensor:
     assert causal
     return attention(*inputs)
@@ -104,54 +96,136 @@ def leaky_attention(*inputs: Any, causal: bool = False) -> Tensor:
     return attention(q, k, v, whole, whole, most, most)
 
 
-def cases() -> dict[str, Case]:
-    tokens = sum(LENGTHS)
-    return {
-        "delta rule": delta_rule_case(SMALL, tokens, CPU, torch.bfloat16, delta_reference()),
-        "convolution": convolution_case(SMALL, tokens, CPU, torch.bfloat16),
-        "attention": attention_case(SMALL, tokens, CPU, torch.bfloat16),
-    }
+def packed_convolution(hidden_1TX: Tensor, weight_XW: Tensor) -> Tensor:
+    """What the op computes on a GPU, where Triton runs."""
+    pack = current.pack
+    return mixers._shifted_sum(hidden_1TX, weight_XW, None if pack is None else pack.document_1T)
 
 
-RIGHT = [
-    ("delta rule", delta_rule),
-    ("convolution", convolution),
-    ("attention", torch_2_10),
-    ("attention", torch_2_12),
-    ("attention", flash_attn),
-]
-LEAKY = [("delta rule", leaky_delta_rule), ("convolution", leaky_convolution), ("attention", leaky_attention)]
+def gated_norm(value_MD: Tensor, gate_MD: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
+    exact_MD = value_MD.float()
+    normed_MD = exact_MD * torch.rsqrt(exact_MD.square().mean(-1, keepdim=True) + epsilon)
+    return (normed_MD * weight_D * torch.nn.functional.silu(gate_MD.float())).to(value_MD.dtype)
 
 
-@pytest.mark.parametrize(("case", "kernel"), RIGHT)
-def test_a_right_kernel_passes(case: str, kernel: Callable[..., Any]) -> None:
-    measured = measure(cases()[case], kernel, LENGTHS)
-    assert measured.error < 0.015 and measured.leak < 0.015 and measured.tokens == sum(LENGTHS)
-    assert measured.fused_us > 0 and measured.reference_us > 0
-    assert verdict("varlen_attn", measured).level in ("ok", "warning")  # a stand-in may be slow
+def one_document(op: Callable[..., Any]) -> Callable[..., Any]:
+    """The op, which is not told where documents begin."""
+
+    def leaky(*inputs: Tensor, **named: Any) -> Any:
+        pack = current.pack
+        if pack is None:
+            return op(*inputs, **named)
+        with mock.patch.object(current, "pack", Pack.of(np.array([sum(pack.lengths)]), CPU)):
+            return op(*inputs, **named)
+
+    return leaky
 
 
-@pytest.mark.parametrize(("case", "kernel"), LEAKY)
-def test_a_leak_between_documents_is_found(case: str, kernel: Callable[..., Any]) -> None:
-    measured = measure(cases()[case], kernel, LENGTHS)
-    assert measured.error < 0.015 and measured.leak > 0.1
-    finding = verdict("varlen_attn", measured)
-    assert finding.level == "error" and "lets packed documents see each other" in finding.detail and finding.mend
+def off(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """The kernel with values a tenth too great."""
 
-
-@pytest.mark.parametrize(("case", "kernel"), RIGHT[:4])
-def test_wrong_values_are_found(case: str, kernel: Callable[..., Any]) -> None:
-    def off(*inputs: Any, **named: Any) -> Any:
+    def wrong(*inputs: Any, **named: Any) -> Any:
         out = kernel(*inputs, **named)
         return (out[0] * 1.1, None) if isinstance(out, tuple) else out * 1.1
 
-    off.__signature__ = inspect.signature(kernel)  # type: ignore[attr-defined]
-    finding = verdict("varlen_attn", measure(cases()[case], off, LENGTHS))
+    return wrong
+
+
+RIGHT: dict[str, Callable[..., Any]] = {
+    "packed_attention": packed_attention,
+    "packed_delta_rule": mixers.packed_delta_rule,
+    "packed_convolution": packed_convolution,
+    "heads_apart": mixers.heads_apart,
+    "gated_norm": gated_norm,
+    "chunk_gated_delta_rule": delta_rule,
+    "causal_conv1d_fn": convolution,
+    "flash_attn_varlen_func": flash_attn,
+}
+"""Real ops where they run on a CPU, else stand-ins."""
+LEAKY: dict[str, Callable[..., Any]] = {
+    "packed_attention": one_document(packed_attention),
+    "packed_delta_rule": one_document(mixers.packed_delta_rule),
+    "packed_convolution": one_document(packed_convolution),
+    "chunk_gated_delta_rule": leaky_delta_rule,
+    "causal_conv1d_fn": leaky_convolution,
+    "flash_attn_varlen_func": leaky_attention,
+}
+"""The others look at single tokens alone."""
+
+
+def is_op(value: object) -> bool:
+    return isinstance(value, torch.library.CustomOpDef)
+
+
+def case(name: str) -> Case:
+    return make_case(name, SMALL, MODELLING, CPU, sum(LENGTHS))
+
+
+def test_each_kernel_has_a_case_and_a_mend() -> None:
+    assert KERNELS.keys() == RIGHT.keys() == kernels.MENDS.keys()
+
+
+def test_each_op_of_target_ranks_is_tried() -> None:
+    """All that their modules define; another one would run untried."""
+    modules = (attention_of_target, mixers)
+    found = {module.__name__: {n for n, value in vars(module).items() if is_op(value)} for module in modules}
+    for module, ops in found.items():
+        assert ops == {name for name, place in KERNELS.items() if place == module}
+    assert set().union(*found.values()) == {layers.PACKED_ATTENTION, *layers.OWN_KERNELS}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_kernel_passes(name: str) -> None:
+    measured = measure(case(name), RIGHT[name], LENGTHS)
+    assert measured.error < 0.015 and measured.leak < 0.015 and measured.tokens == sum(LENGTHS)
+    assert measured.fused_us > 0 and measured.reference_us > 0
+    assert verdict(name, measured).level in ("ok", "warning")  # a stand-in may be slow
+
+
+@pytest.mark.parametrize("name", LEAKY)
+def test_a_leak_between_documents_is_found(name: str) -> None:
+    measured = measure(case(name), LEAKY[name], LENGTHS)
+    assert measured.error < 0.015 and measured.leak > 0.1
+    finding = verdict(name, measured)
+    assert finding.level == "error" and "lets packed documents see each other" in finding.detail and finding.mend
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_wrong_values_are_found(name: str) -> None:
+    finding = verdict(name, measure(case(name), off(RIGHT[name]), LENGTHS))
     assert finding.level == "error" and "gives other values than torch" in finding.detail and finding.mend
 
 
+def test_a_window_that_attention_does_not_keep_to_is_found() -> None:
+    def without_window(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int) -> Tensor:
+        return packed_attention(query, key, value, scale, 0)
+
+    finding = verdict("packed_attention", measure(case("packed_attention"), without_window, LENGTHS))
+    assert finding.level == "error" and "gives other values than torch" in finding.detail
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no triton, whose interpreter runs the kernels")
+@pytest.mark.parametrize("name", ["packed_convolution", "heads_apart", "gated_norm"])
+def test_our_own_kernels_pass_in_the_interpreter(name: str) -> None:
+    """In float16, as the interpreter computes no bfloat16."""
+    module = "packed_kernels" if name == "heads_apart" else "mixers"  # on a CPU the op itself does without
+    code = f"""
+import dataclasses, json, torch
+from dflash_dist.check.trials import make_case, measure
+from dflash_dist.target.{module} import {name} as kernel
+from tests.unit.test_check_kernels import CPU, LENGTHS, MODELLING, SMALL
+case = make_case({name!r}, SMALL, MODELLING, CPU, sum(LENGTHS), torch.float16)
+print(json.dumps(dataclasses.asdict(measure(case, kernel, LENGTHS))))
+"""
+    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    measured = Measured(**json.loads(done.stdout.splitlines()[-1]))
+    assert measured.error < 0.002 and measured.leak < 0.002
+
+
 def test_values_that_are_not_numbers_are_wrong() -> None:
-    measured = measure(cases()["convolution"], lambda x, *_, **named: x * float("nan"), LENGTHS)
+    measured = measure(case("causal_conv1d_fn"), lambda x, *_, **named: x * float("nan"), LENGTHS)
     assert "gives other values" in verdict("causal_conv1d_fn", measured).detail
 
 
@@ -161,7 +235,7 @@ def test_a_slow_kernel_is_found() -> None:
             out = delta_rule(*inputs, **named)
         return out
 
-    finding = verdict("chunk_gated_delta_rule", measure(cases()["delta rule"], slow, LENGTHS))
+    finding = verdict("chunk_gated_delta_rule", measure(case("chunk_gated_delta_rule"), slow, LENGTHS))
     assert finding.level == "warning" and "slower than torch" in finding.detail and "times the time" in finding.cost
 
 
@@ -186,8 +260,8 @@ def test_verdicts(changes: dict[str, float], level: str, says: str) -> None:
 
 
 def test_a_failure_is_no_verdict_where_it_says_nothing_of_the_kernel() -> None:
-    assert verdict("varlen_attn", Failure("RuntimeError: no kernel image")).level == "error"
-    finding = verdict("varlen_attn", Failure("OutOfMemoryError: 2 GiB", untried=True))
+    assert verdict("packed_attention", Failure("RuntimeError: no kernel image")).level == "error"
+    finding = verdict("packed_attention", Failure("OutOfMemoryError: 2 GiB", untried=True))
     assert finding.level == "warning" and "could not be tried: OutOfMemoryError" in finding.detail
 
 
@@ -195,6 +269,21 @@ def test_shapes_are_those_of_the_config() -> None:
     text = {"hidden_size": 96, "num_attention_heads": 6, "linear_num_key_heads": 3, "head_dim": None}
     assert Shapes.of(text) == Shapes(linear_num_key_heads=3, num_attention_heads=6, num_key_value_heads=6, head_dim=16)
     assert Shapes.of({"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 32}).head_dim == 32
+
+
+@pytest.mark.parametrize(
+    ("text", "window"),
+    [
+        ({"sliding_window": 128}, 128),
+        ({"sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"]}, 128),
+        ({"sliding_window": 128, "layer_types": ["full_attention"]}, 0),
+        ({"sliding_window": None}, 0),
+        ({"sliding_window": 128, "use_sliding_window": False}, 0),
+        ({}, 0),
+    ],
+)
+def test_attention_is_tried_with_the_window_that_some_layers_have(text: dict[str, Any], window: int) -> None:
+    assert Shapes.of(text).sliding_window == window
 
 
 def make_package(folder: Path, module: str, text: str) -> None:
@@ -227,6 +316,22 @@ def test_trials_in_a_process_of_their_own(tmp_path: Path) -> None:
     assert outcomes["causal_conv1d_fn"] == Failure("RuntimeError: in kept")
     attention = outcomes["flash_attn_varlen_func"]
     assert isinstance(attention, Measured) and attention.error < 0.015 and attention.leak < 0.015
+
+
+def test_the_ops_of_target_ranks_are_tried_in_a_process_of_their_own(tmp_path: Path) -> None:
+    """Those that a CPU runs, as they are."""
+    names = ("packed_attention", "packed_delta_rule", "heads_apart")
+    for name, outcome in tried(tmp_path, *names).items():
+        assert isinstance(outcome, Measured) and outcome.error < 0.015 and outcome.leak < 0.015, (name, outcome)
+
+
+@pytest.mark.parametrize("name", ["packed_convolution", "gated_norm"])
+def test_a_kernel_of_ours_that_cannot_be_imported_is_an_error_that_says_why(tmp_path: Path, name: str) -> None:
+    make_package(tmp_path, "triton", "raise ImportError('libtriton.so: undefined symbol: _ZN4mlir')\n")
+    outcome = tried(tmp_path, name)[name]
+    assert outcome == Failure("ImportError: libtriton.so: undefined symbol: _ZN4mlir")
+    finding = verdict(name, outcome)
+    assert finding.level == "error" and "triton" in finding.mend
 
 
 def test_a_kernel_that_kills_its_process_is_named(tmp_path: Path) -> None:

@@ -25,6 +25,14 @@ def test_a_stop_is_heard_though_a_library_took_the_signal(number: signal.Signals
         signal.signal(number, before)
 
 
+def test_what_rank_0_finds_is_taken_by_all() -> None:
+    store = dist.HashStore()
+    found = {"cost_token_us": 0.1 + 0.2, "cost_fixed_us": None}
+    assert Control(store, 0).from_rank_0("costs", lambda: found) == found
+    for rank in (1, 2):
+        assert Control(store, rank).from_rank_0("costs", lambda: pytest.fail("rank 0 decides")) == found
+
+
 def test_facts_that_differ_are_shown_with_their_keys() -> None:
     store = dist.HashStore()
     Control(store, 0).agree_on_command(["train.seed: 1", "evaluate.seed: 0"])

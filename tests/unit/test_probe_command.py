@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import functools
 import json
 import os
@@ -14,6 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from dflash_dist.config import Config, config_text, load_config
 from dflash_dist.data.prepare import prepare
@@ -44,10 +46,10 @@ def path(target: Path, tmp_path: Path) -> Path:
     return tiny.make_config(tmp_path, target, tiny.make_chats(tmp_path / "chats.jsonl", rows=30))
 
 
-def leave_probe(config: Config, costs: Any = PROBED) -> Path:
+def leave_probe(config: Config, costs: Any = PROBED, gpu: str = "cpu") -> Path:
     """What `probe` writes, of which `train` reads the costs."""
     folder = Path(config.target.model)
-    file = probe_file(config, folder, resolve(config.drafter, text_config(folder), 0), "cpu")
+    file = probe_file(config, folder, resolve(config.drafter, text_config(folder), 0), gpu)
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps({"costs": costs}), encoding="utf-8")
     return file
@@ -127,7 +129,10 @@ def test_the_shape_that_kills_the_process_stands_in_the_table(path: Path, monkey
     ("arguments", "says"),
     [
         (["target.model=/nowhere"], "/nowhere does not exist"),
-        (["--budget", "16", "--budget", "99999999999"], "99,999,999,999 tokens is past"),
+        (["--budget", "16", "--budget", "99999999999"], "--budget is 99,999,999,999, but a batch to probe has 2 to"),
+        (["--budget", "1"], "--budget is 1, but a batch to probe has 2 to 67,108,864 tokens; give one in between"),
+        (["--budget", "0", "--budget", "16"], "--budget is 0, but"),
+        (["--budget=-5"], "--budget is -5, but"),
         (["--random-weights", "target.model=package:other"], "package:other is unknown"),
         (["cache_dir=/dev/null/cache"], "/dev/null/cache/probes"),
     ],
@@ -136,6 +141,19 @@ def test_what_cannot_be_probed_is_refused_in_a_line(path: Path, arguments: list[
     done = dflash("probe", "--config", str(path), "--device", "cpu", *arguments)
     assert done.returncode == 2 and not done.stdout
     assert says in done.stderr and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+
+
+def test_a_folder_that_cannot_be_written_is_found_before_the_work(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read_only(dir: Path) -> Any:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr("tempfile.TemporaryFile", read_only)
+    monkeypatch.setattr("dflash_dist.probe.TargetProcess", lambda job: pytest.fail("the work has begun"))
+    for variable in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):  # which it would leave behind
+        monkeypatch.setenv(variable, str(path.parent))
+    config = load_config(path)
+    with pytest.raises(UserError, match=r"cache/probes cannot be written: Read-only file system; set cache_dir to"):
+        probe(config, [16], "cpu", random_weights=True)
 
 
 @pytest.fixture
@@ -165,6 +183,43 @@ def test_its_process_does_not_outlive_it(running: tuple[subprocess.Popen[str], p
     probe, child = running
     probe.kill()
     assert not psutil.wait_procs([child], timeout=30)[1]
+
+
+OTHER_CACHE = """
+import os
+if os.environ.get("RANK", "0") != "0":  # as on a node with another GPU, or another cache
+    from pathlib import Path
+    from dflash_dist.train import inputs
+    inputs.probe_file = lambda *_: Path(os.environ["OTHER_PROBE"])
+"""
+
+
+def test_ranks_with_other_probes_take_the_costs_of_rank_0(path: Path, tmp_path: Path) -> None:
+    file = leave_probe(load_config(path))
+    (tmp_path / "sitecustomize.py").write_text(OTHER_CACHE)
+    (tmp_path / "other.json").write_text(json.dumps({"costs": dict.fromkeys(COSTS, 9.0)}))
+    environment = {
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "OTHER_PROBE": str(tmp_path / "other.json"),
+    }
+    short = ["train.max_steps=2", "evaluate.prompts=1", "evaluate.max_new_tokens=2", "--device", "cpu"]
+    done = train(path, "2-1", "run", *short, **environment)
+    assert [line for line in done.stderr.splitlines() if line.startswith("costs of the schedule: ")] == [
+        f"costs of the schedule: cost_fixed_us=900, cost_token_us=0.5, cost_token_squared_us=3.25, as probed: {file}"
+    ]
+
+
+def test_a_run_on_the_cpu_takes_what_was_probed_there(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine with a GPU too, of which there may be a probe as well."""
+    config = load_config(path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a GPU")
+    leave_probe(config, PROBED | {"cost_token_us": 77.0})
+    of_gpu = leave_probe(config, PROBED | {"cost_token_squared_us": 0.0}, "a GPU")
+    assert of_gpu.name.endswith("_a-GPU.json")
+    topology = parse_topology("3-1")
+    for device, costs in (("cpu", PROBED | {"cost_token_us": 77.0}), ("cuda", PROBED | {"cost_token_squared_us": 0.0})):
+        assert resolve_inputs(config, topology, device).schedule.fingerprint() == fingerprint(config, costs)
 
 
 def fingerprint(config: Config, costs: dict[str, float] | None = None) -> str:

@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from dflash_dist import cli
@@ -151,6 +152,47 @@ def test_a_target_whose_config_is_nonsense(spoilt: Path, exported: Path, tmp_pat
     change_json(spoilt / "config.json", **keys)
     for line in (evaluated(exported, spoilt), refused("train", "--config", config_for(tmp_path, spoilt), "--topo=x1")):
         assert next(iter(keys)) in line or "'x'" in line or f"target {spoilt} cannot be loaded" in line
+
+
+def test_a_target_of_an_unknown_architecture(spoilt: Path, tmp_path: Path) -> None:
+    change_json(spoilt / "config.json", model_type="frobnicator")
+    line = refused("train", "--config", config_for(tmp_path, spoilt), "--topo", "x1")
+    assert f"{spoilt} is of model type frobnicator, which transformers {transformers.__version__} does not know" in line
+    assert "pip install --upgrade" in line
+
+
+@pytest.mark.parametrize("attention", ["nonsense", "flash_attention_3"])
+def test_an_attention_that_the_target_cannot_run(target: Path, exported: Path, tmp_path: Path, attention: str) -> None:
+    config = config_for(tmp_path, target)
+    line = refused("probe", "--config", config, "--budget", "16", f"target.attention={attention}")
+    assert f"does not support target.attention={attention} (" in line and line.endswith(
+        "target.attention=sdpa or eager"
+    )
+
+
+def test_a_target_cut_short_is_refused_before_the_data_are_prepared(spoilt: Path, tmp_path: Path) -> None:
+    weights = spoilt / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:20_000])
+    line = refused("train", "--config", config_for(tmp_path, spoilt), "--topo", "1-1", "--device", "cpu")
+    assert f"{weights} has 20,000 bytes" in line and "get it again" in line and not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize(
+    "keys", [{"num_key_value_heads": 0}, {"head_dim": 0}, {"hidden_act": "zork"}, {"intermediate_size": -5}], ids=repr
+)
+def test_a_target_of_which_no_model_can_be_made(spoilt: Path, tmp_path: Path, keys: dict) -> None:
+    """The file is well formed, and transformers takes it until it makes the layers."""
+    change_json(spoilt / "config.json", **keys)
+    config = config_for(tmp_path, spoilt)
+    for command in (["train", "--topo", "1-1"], ["probe", "--budget", "16"]):
+        assert "can be made of the target's config.json (" in refused(*command, "--config", config, "--device", "cpu")
+    code, out, err = run("check", "--config", config)
+    assert code == 1 and err == "" and "error    drafter " in out and "mend it, or get it again" in out
+
+
+def test_a_target_with_code_of_its_own_names_the_option(spoilt: Path, tmp_path: Path) -> None:
+    change_json(spoilt / "config.json", model_type="zork", auto_map={"AutoConfig": "conf.Conf"})
+    assert refused("probe", "--config", config_for(tmp_path, spoilt)).endswith("set target.trust_remote_code=true")
 
 
 def test_a_target_that_is_no_language_model(tmp_path: Path) -> None:

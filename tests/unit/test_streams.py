@@ -35,6 +35,40 @@ def test_stderr_outlasts_its_reader() -> None:
     assert child.wait(30) == 7
 
 
+@pytest.mark.parametrize("closed", [(0,), (1,), (2,), (0, 1, 2)])
+def test_streams_that_were_closed_before_lead_nowhere(closed: tuple[int, ...], tmp_path: Path) -> None:
+    """Here, and for children: no file that is opened later gets their numbers."""
+    code = f"""
+import os, subprocess, sys
+from dflash_dist.streams import open_closed_streams
+open_closed_streams()
+file = open({str(tmp_path / "file")!r}, "w")
+assert file.fileno() > 2
+assert [stream.fileno() for stream in (sys.stdin, sys.stdout, sys.stderr)] == [0, 1, 2]
+sys.stdin.read()
+print("out", flush=True), print("err", file=sys.stderr, flush=True)
+subprocess.run([sys.executable, "-c", "import sys; print(1), print(2, file=sys.stderr)"], check=True)
+assert not os.path.getsize(file.name)
+"""
+
+    def close() -> None:
+        for number in closed:
+            os.close(number)
+
+    pipe = subprocess.PIPE
+    done = subprocess.run(
+        [sys.executable, "-c", code], preexec_fn=close, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == (b"" if 1 in closed else b"out\n1\n") and done.stderr == (b"" if 2 in closed else b"err\n2\n")
+
+
+def test_a_command_works_without_its_streams() -> None:
+    command = [sys.executable, "-c", FILLING, "fill", "3"]
+    done = subprocess.run(command, preexec_fn=lambda: os.closerange(0, 3), check=False)
+    assert done.returncode == 0
+
+
 @pytest.mark.parametrize("unbuffered", ["", "1"], ids=["buffered", "unbuffered"])
 @pytest.mark.parametrize("count", [1, 10_000], ids=["in the buffer", "past the buffer"])
 @pytest.mark.parametrize("sink", ["full", "gone"])
