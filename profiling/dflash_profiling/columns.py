@@ -52,7 +52,7 @@ def translated(values: list[Any], number: Callable[[Any], int], dtype: DTypeLike
         values = [None if isinstance(value, list | dict) else value for value in values]
         distinct = set(values)
     number_of = {value: number(value) for value in distinct}
-    return np.array([number_of[value] for value in values], dtype)
+    return np.fromiter(map(number_of.__getitem__, values), dtype, len(values))
 
 
 def identity(value: Any) -> int:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 import re
 from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
+
+from dflash_profiling.slices import Category, Slices
 
 _ELEMENT_BYTES = {
     **dict.fromkeys(["byte", "char", "bool", "unsigned char", "signed char"], 1),
@@ -44,8 +47,8 @@ class Communication:
     """NCCL's count in this group. A rank counts its messages to and from all peers of the group together."""
     bytes: int | None
     """The larger of input and output."""
-    timed: bool
-    """The extent is that of the communication itself, not of the call that queues it."""
+    kind: Literal["kernel", "call", "gloo"]
+    """What the extent is of: of a "call" it is only the queueing of a kernel."""
 
     @property
     def direction(self) -> str | None:
@@ -53,41 +56,56 @@ class Communication:
         return {"send": "send", "recv": "receive"}.get(self.name)
 
 
-@dataclass(frozen=True)
-class Rows:
-    """The complete events of a trace in order, with those columns that are needed here."""
-
-    events: list[dict[str, Any]]
-    args: list[dict[str, Any]]
-    start_ns: np.ndarray
-    end_ns: np.ndarray
-    kernel: np.ndarray
-    """Whether it is a kernel: bool."""
-    external_id: np.ndarray
-
-
-def find_communication(rows: Rows, rank: int | None) -> list[Communication]:
-    """All communication of a rank's trace, ordered by start."""
+def find_communication(
+    slices: Slices, names: list[str], args: list[dict[str, Any]], rank: int | None
+) -> list[Communication]:
+    """All communication of a rank's trace, ordered by start; `args` are those of the slices."""
+    rows = _Rows(slices, names, args)
     found = _nccl(rows, rank) + _gloo(rows, rank)
     return sorted(found, key=lambda communication: (communication.start_ns, communication.slice))
 
 
-def _nccl(rows: Rows, rank: int | None) -> list[Communication]:
+@dataclass(frozen=True)
+class _Rows:
+    slices: Slices
+    names: list[str]
+    args: list[dict[str, Any]]
+
+    def called(self, condition: Callable[[str], bool]) -> list[int]:
+        names = [index for index, name in enumerate(self.names) if condition(name)]
+        return np.flatnonzero(np.isin(self.slices.name, names)).tolist()
+
+    def name(self, index: int) -> str:
+        return self.names[self.slices.name[index]]
+
+    def thread(self, index: int) -> tuple[int, int]:
+        return int(self.slices.process[index]), int(self.slices.thread[index])
+
+    def start_ns(self, index: int) -> int:
+        return int(self.slices.start_ns[index])
+
+    def end_ns(self, index: int) -> int:
+        return int(self.slices.end_ns[index])
+
+
+def _nccl(rows: _Rows, rank: int | None) -> list[Communication]:
     """Calls and kernels; what a kernel does not say itself, the call that its `External id` names does."""
-    named = [index for index, args in enumerate(rows.args) if "Collective name" in args]
-    calls = [index for index in named if not rows.kernel[index]]
-    call_args = {int(rows.external_id[index]): rows.args[index] for index in calls}
+    kernel, external_id = rows.slices.category == Category.KERNEL, rows.slices.external_id
+    candidates = rows.called(lambda name: name == "record_param_comms" or "nccl" in name.lower())
+    calls = [index for index in candidates if not kernel[index] and "Collective name" in rows.args[index]]
+    call_args = {int(external_id[index]): rows.args[index] for index in calls}
     call_args.pop(-1, None)
-    found = [_of_args(rows, index, rows.args[index], rank, timed=False) for index in calls]
-    linked = np.flatnonzero(rows.kernel & np.isin(rows.external_id, list(call_args)))
-    linked_nccl = {int(index) for index in linked if "nccl" in rows.events[index]["name"].lower()}
-    for index in linked_nccl.union(index for index in named if rows.kernel[index]):
-        args = {**call_args.get(int(rows.external_id[index]), {}), **rows.args[index]}
-        found.append(_of_args(rows, index, args, rank, timed=True))
+    found = [_of_args(rows, index, rows.args[index], rank, "call") for index in calls]
+    for index in (index for index in candidates if kernel[index]):
+        args = {**call_args.get(int(external_id[index]), {}), **rows.args[index]}
+        if "Collective name" in args:
+            found.append(_of_args(rows, index, args, rank, "kernel"))
     return found
 
 
-def _of_args(rows: Rows, index: int, args: dict[str, Any], rank: int | None, timed: bool) -> Communication:
+def _of_args(
+    rows: _Rows, index: int, args: dict[str, Any], rank: int | None, kind: Literal["kernel", "call"]
+) -> Communication:
     name = str(args["Collective name"])
     group_ranks = args.get("Process Group Ranks")
     ranks: tuple[int, ...] = ()
@@ -100,8 +118,8 @@ def _of_args(rows: Rows, index: int, args: dict[str, Any], rank: int | None, tim
     elements = [_whole(args.get(key)) or 0 for key in ("In msg nelems", "Out msg nelems")]
     return Communication(
         slice=index,
-        start_ns=int(rows.start_ns[index]),
-        end_ns=int(rows.end_ns[index]),
+        start_ns=rows.start_ns(index),
+        end_ns=rows.end_ns(index),
         name=name,
         group=str(args.get("Process Group Name", "")),
         ranks=ranks,
@@ -109,39 +127,35 @@ def _of_args(rows: Rows, index: int, args: dict[str, Any], rank: int | None, tim
         destination={"send": peer, "recv": rank}.get(name),
         sequence=_whole(args.get("Seq")),
         bytes=_bytes(max(elements), args.get("dtype")),
-        timed=timed,
+        kind=kind,
     )
 
 
-def _gloo(rows: Rows, rank: int | None) -> list[Communication]:
+def _gloo(rows: _Rows, rank: int | None) -> list[Communication]:
     """A message is the call, which knows the peer, and the annotation that begins in it, which lasts until the wait.
 
     The call writes what it sends, so a send is the slice of the call; a receive is that of its annotation. The peer is
     its place in the group, and the group is not named: it is taken for the whole world.
     """
-    calls: list[int] = []
-    annotations: dict[Any, list[int]] = {}
-    for index, event in enumerate(rows.events):
-        if event["name"] in _GLOO:
-            calls.append(index)
-        elif event["name"] in _GLOO.values():
-            annotations.setdefault((event["name"], _thread(event)), []).append(index)
+    annotations: dict[tuple[str, tuple[int, int]], list[int]] = {}
+    for index in rows.called(lambda name: name in _GLOO.values()):
+        annotations.setdefault((rows.name(index), rows.thread(index)), []).append(index)
     found = []
-    for call in calls:
-        event, inputs = rows.events[call], rows.args[call].get("Concrete Inputs")
+    for call in rows.called(lambda name: name in _GLOO):
+        inputs = rows.args[call].get("Concrete Inputs")
         peer = _whole(inputs[2]) if isinstance(inputs, list) and len(inputs) > 2 else None
-        candidates = annotations.get((_GLOO[event["name"]], _thread(event)), [])
+        candidates = annotations.get((_GLOO[rows.name(call)], rows.thread(call)), [])
         first = bisect_left(candidates, call)  # rows are in order of start
-        inside = first < len(candidates) and rows.start_ns[candidates[first]] <= rows.end_ns[call]
+        inside = first < len(candidates) and rows.start_ns(candidates[first]) <= rows.end_ns(call)
         annotation = candidates[first] if inside else call
-        name = _NAMES[event["name"]]
+        name = _NAMES[rows.name(call)]
         if peer == rank:  # no rank sends to itself: this is a place in a smaller group
             peer = None
         found.append(
             Communication(
                 slice=call if name == "send" else annotation,
-                start_ns=int(rows.start_ns[call]),
-                end_ns=int(max(rows.end_ns[call], rows.end_ns[annotation])),
+                start_ns=rows.start_ns(call),
+                end_ns=max(rows.end_ns(call), rows.end_ns(annotation)),
                 name=name,
                 group="",
                 ranks=(),
@@ -149,14 +163,10 @@ def _gloo(rows: Rows, rank: int | None) -> list[Communication]:
                 destination=peer if name == "send" else rank,
                 sequence=None,
                 bytes=_tensor_bytes(rows.args[annotation]),
-                timed=True,
+                kind="gloo",
             )
         )
     return found
-
-
-def _thread(event: dict[str, Any]) -> str:
-    return f"{event.get('pid')} {event.get('tid')}"
 
 
 def _whole(value: Any) -> int | None:

@@ -10,7 +10,6 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import IntEnum
 from itertools import compress
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,8 @@ from typing import Any
 import numpy as np
 
 from dflash_profiling.columns import identity, integers, nanoseconds, numbers, translated
-from dflash_profiling.communication import Communication, Rows, find_communication
+from dflash_profiling.communication import Communication, find_communication
+from dflash_profiling.slices import CATEGORIES, GPU_WORK, Category, Slices
 from dflash_profiling.trace_file import TraceError, events_of, load
 
 MAX_BYTES = 600 * 2**20
@@ -34,73 +34,6 @@ _ALONE_BYTES = 4 * 2**20
 """Files of this size together are read without further processes."""
 
 Event = dict[str, Any]
-
-
-class Category(IntEnum):
-    """What a slice is, over all versions of kineto."""
-
-    CPU_OP = 0
-    USER_ANNOTATION = 1
-    GPU_USER_ANNOTATION = 2
-    KERNEL = 3
-    MEMCPY = 4
-    MEMSET = 5
-    RUNTIME = 6
-    """Calls of CUDA's and ROCm's runtime and driver."""
-    SYNC = 7
-    OVERHEAD = 8
-    """The profiler's own."""
-    PYTHON = 9
-    OTHER = 10
-
-
-GPU_WORK = (Category.KERNEL, Category.MEMCPY, Category.MEMSET)
-_CATEGORIES = {
-    "cpu_op": Category.CPU_OP,
-    "operator": Category.CPU_OP,
-    "user_annotation": Category.USER_ANNOTATION,
-    "gpu_user_annotation": Category.GPU_USER_ANNOTATION,
-    "kernel": Category.KERNEL,
-    "gpu_memcpy": Category.MEMCPY,
-    "memcpy": Category.MEMCPY,
-    "gpu_memset": Category.MEMSET,
-    "memset": Category.MEMSET,
-    "cuda_runtime": Category.RUNTIME,
-    "cuda_driver": Category.RUNTIME,
-    "hip_runtime": Category.RUNTIME,
-    "hip_driver": Category.RUNTIME,
-    "runtime": Category.RUNTIME,
-    "cuda_sync": Category.SYNC,
-    "overhead": Category.OVERHEAD,
-    "python_function": Category.PYTHON,
-}
-
-
-@dataclass(frozen=True)
-class Slices:
-    """Columns over all complete ("X") events, ordered by start, the longer first."""
-
-    start_ns: np.ndarray
-    end_ns: np.ndarray
-    """int64; unix time where the trace has a base, else since an unknown moment."""
-    category: np.ndarray
-    """uint8."""
-    name: np.ndarray
-    """int32, index into `Trace.names`."""
-    process: np.ndarray
-    thread: np.ndarray
-    """int64; one that is written as text has a negative number that depends on the text alone."""
-    device: np.ndarray
-    """int16; -1 on the host."""
-    stream: np.ndarray
-    """int32; -1 on the host, and where a wait for the device names none."""
-    correlation: np.ndarray
-    """int64, equal for a launch and what it launched; -1: none."""
-    external_id: np.ndarray
-    """int64, of the CPU operation that it belongs to; -1: none."""
-
-    def __len__(self) -> int:
-        return len(self.start_ns)
 
 
 @dataclass(frozen=True)
@@ -259,22 +192,21 @@ def _parse(path: Path, events: list[Any], top: dict[str, Any]) -> Trace:
     metadata = {key: value for key, value in top.items() if len(repr(value)) <= _MAX_METADATA_CHARACTERS}
     base = top.get("baseTimeNanoseconds")
     base_ns = base if type(base) is int and 0 <= base <= _MAX_BASE_NS else None
-    good = [event for event in events if type(event) is dict and type(event.get("ph")) is str]
-    complete = [event for event in good if event["ph"] == "X"]
+    good = events if set(map(type, events)) <= {dict} else [event for event in events if type(event) is dict]
+    phases = [event.get("ph") for event in good]
+    complete = [event for event, phase in zip(good, phases, strict=True) if phase == "X"]
+    others = [event for event, phase in zip(good, phases, strict=True) if phase == "i" or phase == "M"]
     if not complete:
         raise TraceError(f"{path} holds no events: record it again, with the steps to trace inside the window")
-    rows, start_ns, end_ns, negative = _in_order(complete, base_ns or 0)
-    skipped = len(events) - len(good) + len(complete) - len(rows)
+    names, slices, args, negative = _slices(complete, base_ns or 0)
+    skipped = len(events) - sum(type(phase) is str for phase in phases) + len(complete) - len(slices)
     if skipped > _MAX_MALFORMED * len(events):
         raise TraceError(
             f"{path} is damaged, {skipped} of its {len(events)} events are malformed: record the trace or copy the "
             "file again"
         )
-    args = _args(rows)
-    names, slices = _columns(rows, args, start_ns, end_ns)
     rank, world_size = _place(path, metadata)
     role = metadata.get("role")
-    kernel = slices.category == Category.KERNEL
     return Trace(
         path=path,
         rank=rank,
@@ -284,66 +216,66 @@ def _parse(path: Path, events: list[Any], top: dict[str, Any]) -> Trace:
         base_ns=base_ns,
         names=names,
         slices=slices,
-        communication=find_communication(Rows(rows, args, start_ns, end_ns, kernel, slices.external_id), rank),
-        memory=_memory([event for event in good if event.get("name") == "[memory]"], base_ns or 0),
-        threads=_thread_names(event for event in good if event["ph"] == "M"),
-        window_ns=_window([event for event in good if event["ph"] == "i"], base_ns or 0),
+        communication=find_communication(slices, names, args, rank),
+        memory=_memory(others, base_ns or 0),
+        threads=_thread_names(others),
+        window_ns=_window(others, base_ns or 0),
         skipped_events=skipped,
         negative_durations=negative,
         max_launch_skew_ns=_launch_delays(slices).worst_ns,
     )
 
 
-def _in_order(complete: list[Event], base_ns: int) -> tuple[list[Event], np.ndarray, np.ndarray, int]:
-    """Those with a name and times, ordered; starts and ends in ns; how many ends were before their start."""
-    start_us = numbers([event.get("ts") for event in complete])
-    duration_us = numbers([event.get("dur") for event in complete])
-    named = np.array([type(event.get("name")) is str for event in complete])
-    valid = named & (np.abs(start_us) <= _MAX_US) & (np.abs(duration_us) <= _MAX_DURATION_US)  # false for NaN
+def _slices(complete: list[Event], base_ns: int) -> tuple[list[str], Slices, list[Event], int]:
+    """Names, columns and arguments of those with a name and times, in order; how many ended before they began."""
+    rows: list[tuple[Any, ...]] = [  # in one pass: to reach an event takes longer than to read it
+        (e.get("ts"), e.get("dur"), e.get("name"), e.get("cat"), e.get("pid"), e.get("tid"), e.get("args"))
+        for e in complete
+    ]
+    start_us, duration_us = numbers([row[0] for row in rows]), numbers([row[1] for row in rows])
+    valid = (np.abs(start_us) <= _MAX_US) & (np.abs(duration_us) <= _MAX_DURATION_US)  # false for NaN
+    valid &= np.fromiter((type(row[2]) is str for row in rows), bool, len(rows))
     start_ns = base_ns + nanoseconds(start_us[valid])
     duration_ns = nanoseconds(duration_us[valid])
-    negative = int((duration_ns < 0).sum())
     end_ns = start_ns + np.maximum(duration_ns, 0)
     order = np.lexsort((-end_ns, start_ns))
-    kept = list(compress(complete, valid))
-    return [kept[index] for index in order.tolist()], start_ns[order], end_ns[order], negative
-
-
-def _args(events: Iterable[Event]) -> list[Event]:
-    all_args = [event.get("args") for event in events]
-    return [args if type(args) is dict else {} for args in all_args]
-
-
-def _columns(
-    rows: list[Event], args: list[Event], start_ns: np.ndarray, end_ns: np.ndarray
-) -> tuple[list[str], Slices]:
-    row_names = [event["name"] for event in rows]
-    names = list(dict.fromkeys(row_names))
+    start_ns, end_ns, order = start_ns[order], end_ns[order], np.flatnonzero(valid)[order]
+    rows = [rows[index] for index in order.tolist()]
+    args = [row[6] if type(row[6]) is dict else {} for row in rows]
+    names = list(dict.fromkeys([row[2] for row in rows]))
     index_of = {name: index for index, name in enumerate(names)}
-    category = translated([event.get("cat") for event in rows], _category, np.uint8)
-    device, stream = np.full(len(rows), -1, np.int16), np.full(len(rows), -1, np.int32)
-    on_gpu = np.flatnonzero(np.isin(category, (*GPU_WORK, Category.GPU_USER_ANNOTATION, Category.SYNC)))
-    pairs = [(rows[index], args[index]) for index in on_gpu.tolist()]
-    device[on_gpu] = integers([arg.get("device", event.get("pid")) for event, arg in pairs], 0, 2**15 - 1)
-    stream[on_gpu] = integers([arg.get("stream", event.get("tid")) for event, arg in pairs], 0, 2**31 - 1)
-    unnamed = [i for i in np.flatnonzero(category == Category.SYNC).tolist() if "stream" not in args[i]]
-    stream[unnamed] = -1  # kineto shifts the `tid` of waits
-    return names, Slices(
+    category = translated([row[3] for row in rows], _category, np.uint8)
+    device, stream = _places(rows, args, category)
+    links = [(arg.get("correlation"), arg.get("External id", arg.get("external id"))) for arg in args]
+    slices = Slices(
         start_ns=start_ns,
         end_ns=end_ns,
         category=category,
-        name=np.array([index_of[name] for name in row_names], np.int32),
-        process=translated([event.get("pid") for event in rows], identity),
-        thread=translated([event.get("tid") for event in rows], identity),
+        name=np.fromiter((index_of[row[2]] for row in rows), np.int32, len(rows)),
+        process=translated([row[4] for row in rows], identity),
+        thread=translated([row[5] for row in rows], identity),
         device=device,
         stream=stream,
-        correlation=integers([arg.get("correlation", -1) for arg in args], 0, 2**62),
-        external_id=integers([arg.get("External id", arg.get("external id", -1)) for arg in args], 0, 2**62),
+        correlation=integers([link[0] for link in links], 0, 2**62),
+        external_id=integers([link[1] for link in links], 0, 2**62),
     )
+    return names, slices, args, int((duration_ns < 0).sum())
+
+
+def _places(rows: list[tuple[Any, ...]], args: list[Event], category: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Device and stream of what is on a GPU, where kineto makes them the process and the thread."""
+    device, stream = np.full(len(rows), -1, np.int16), np.full(len(rows), -1, np.int32)
+    on_gpu = np.flatnonzero(np.isin(category, (*GPU_WORK, Category.GPU_USER_ANNOTATION, Category.SYNC)))
+    pairs = [(rows[index], args[index]) for index in on_gpu.tolist()]
+    device[on_gpu] = integers([arg.get("device", row[4]) for row, arg in pairs], 0, 2**15 - 1)
+    stream[on_gpu] = integers([arg.get("stream", row[5]) for row, arg in pairs], 0, 2**31 - 1)
+    unnamed = [index for index in np.flatnonzero(category == Category.SYNC).tolist() if "stream" not in args[index]]
+    stream[unnamed] = -1  # of a wait the thread is shifted
+    return device, stream
 
 
 def _category(name: Any) -> int:
-    return _CATEGORIES.get(str(name).lower(), Category.OTHER)
+    return CATEGORIES.get(str(name).lower(), Category.OTHER)
 
 
 _RANK_IN_NAME = re.compile(r"rank[-_]?(\d{1,7})(?!\d)")
@@ -363,10 +295,12 @@ def _place(path: Path, metadata: dict[str, Any]) -> tuple[int | None, int | None
 
 
 def _memory(events: list[Event], base_ns: int) -> MemoryEvents:
+    events = [event for event in events if event.get("name") == "[memory]"]
     time_us = numbers([event.get("ts") for event in events])
     valid = np.abs(time_us) <= _MAX_US
     time_ns = base_ns + nanoseconds(time_us[valid])
-    args = _args(compress(events, valid))
+    all_args = [event.get("args") for event in compress(events, valid)]
+    args = [arg if type(arg) is dict else {} for arg in all_args]
     order = np.argsort(time_ns, kind="stable")
     columns = (
         integers([arg.get("Bytes", 0) for arg in args], -(2**62), 2**62),

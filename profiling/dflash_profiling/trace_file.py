@@ -36,6 +36,8 @@ def load(path: Path, max_bytes: int) -> Any:
 def _read(path: Path, max_bytes: int) -> bytes:
     if path.is_dir():
         raise TraceError(f"{path} is a folder, not a trace: give one of the files in it")
+    if path.exists() and not path.is_file():
+        raise TraceError(f"{path} is a device or pipe, not a trace: give a file that torch.profiler wrote")
     try:
         with path.open("rb") as file:
             compressed = file.read(2) == b"\x1f\x8b"

@@ -1,0 +1,273 @@
+"""Puts the traces of several ranks on one clock, and finds what each of their messages waited for.
+
+A rank's clock shows the true time plus its skew. A message bounds the skews of its two ends against each other, since
+it cannot arrive before it is sent.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dflash_profiling.communication import Communication
+from dflash_profiling.kineto import Trace
+
+SAME_HOST_NS = 20_000
+"""Ranks of one host share its clock, to what the GPUs' clocks are translated by."""
+RENDEZVOUS_BYTES = 128 * 2**20
+"""A larger message does not fit into NCCL's buffers, so its send cannot end before its receive has begun."""
+_SHIFT_SLACK_NS = 10_000_000
+"""Clocks that are set by NTP differ by less; a message that seems to arrive earlier than that is another one."""
+_MAX_SHIFT = 64
+
+
+@dataclass(frozen=True)
+class SkewBound:
+    """What the messages between two ranks say of the skew of `rank_b`'s clock, less that of `rank_a`'s."""
+
+    rank_a: int
+    rank_b: int
+    low_ns: int | None
+    high_ns: int | None
+    """None: no message bounds it on this side."""
+    messages: int
+
+    @property
+    def feasible(self) -> bool:
+        """Whether any skew fulfils both bounds."""
+        return self.low_ns is None or self.high_ns is None or self.low_ns <= self.high_ns
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """What brings the traces of several ranks onto one clock, that of the lowest rank."""
+
+    offsets_ns: dict[int, int]
+    """To be added to a rank's times; 0 for all ranks unless messages or hosts say otherwise."""
+    unaligned: dict[str, str]
+    """Why a trace is not on the common clock, by its file's name."""
+    bounds: list[SkewBound]
+    """One for each pair of ranks with messages between them."""
+    violation_ns: int
+    """By how much the bounds had to be widened to be fulfilled at once: 0 where they agree."""
+
+    def offset_ns(self, trace: Trace) -> int:
+        """To be added to the trace's times; 0 where it could not be aligned."""
+        return 0 if trace.rank is None else self.offsets_ns.get(trace.rank, 0)
+
+
+@dataclass(frozen=True)
+class Message:
+    """A send and the receive that took it, on the common clock."""
+
+    source: int
+    destination: int
+    group: str
+    sequence: int | None
+    """The sender's count."""
+    bytes: int | None
+    send_slice: int
+    receive_slice: int
+    """Indices into the slices of their traces."""
+    send_start_ns: int
+    send_end_ns: int
+    receive_start_ns: int
+    receive_end_ns: int
+    waiting_ns: int
+    """The part of the receive before the send began."""
+    transfer_ns: int
+    """The rest of the receive."""
+
+
+_Match = tuple[Communication, Communication]
+_Pair = tuple[int, int]
+
+
+def align(traces: Sequence[Trace]) -> Alignment:
+    """Offsets of all traces whose clock is known, from their bases, hosts and messages."""
+    aligned, unaligned = _on_one_clock(traces)
+    matches = _matches(list(aligned.values()))
+    ranks = sorted(aligned)
+    place = {rank: index for index, rank in enumerate(ranks)}
+    most_ns = np.full((len(ranks), len(ranks)), np.inf)
+    """[a, b]: upper bound of the skew of b less that of a; the lower bound is -[b, a]."""
+    counts: dict[_Pair, int] = defaultdict(int)
+    for (source, destination), pairs in matches.items():
+        _bound(most_ns, place[source], place[destination], pairs)
+        counts[min(source, destination), max(source, destination)] += len(pairs)
+    bounds = [
+        SkewBound(a, b, _whole(-most_ns[place[b], place[a]]), _whole(most_ns[place[a], place[b]]), count)
+        for (a, b), count in sorted(counts.items())
+    ]
+    for a, b in _same_host(aligned):
+        most_ns[place[a], place[b]] = min(most_ns[place[a], place[b]], SAME_HOST_NS)
+    skews_ns, violation_ns = _skews(most_ns)
+    return Alignment({rank: -skews_ns[place[rank]] for rank in ranks}, unaligned, bounds, violation_ns)
+
+
+def match_p2p(traces: Sequence[Trace], alignment: Alignment | None = None) -> list[Message]:
+    """All messages of which both ends are in the traces, ordered by the end of their receive."""
+    alignment = alignment or align(traces)
+    aligned = {trace.rank: trace for trace in traces if trace.rank in alignment.offsets_ns}
+    messages = []
+    for (source, destination), pairs in _matches(list(aligned.values())).items():
+        here, there = alignment.offsets_ns[source], alignment.offsets_ns[destination]
+        messages += [_message(source, destination, send, receive, here, there) for send, receive in pairs]
+    return sorted(messages, key=lambda message: (message.receive_end_ns, message.source, message.destination))
+
+
+def _message(
+    source: int, destination: int, send: Communication, receive: Communication, here: int, there: int
+) -> Message:
+    duration_ns = receive.end_ns - receive.start_ns
+    waiting_ns = min(max(send.start_ns + here - receive.start_ns - there, 0), duration_ns)
+    return Message(
+        source=source,
+        destination=destination,
+        group=send.group,
+        sequence=send.sequence,
+        bytes=send.bytes if send.bytes is not None else receive.bytes,
+        send_slice=send.slice,
+        receive_slice=receive.slice,
+        send_start_ns=send.start_ns + here,
+        send_end_ns=send.end_ns + here,
+        receive_start_ns=receive.start_ns + there,
+        receive_end_ns=receive.end_ns + there,
+        waiting_ns=waiting_ns,
+        transfer_ns=duration_ns - waiting_ns,
+    )
+
+
+def _on_one_clock(traces: Sequence[Trace]) -> tuple[dict[int, Trace], dict[str, str]]:
+    """The traces that share a clock up to its skew, by rank, and why the others do not."""
+    aligned: dict[int, Trace] = {}
+    unaligned = {}
+    newest = max((_extent(trace) for trace in traces if trace.base_ns is not None), default=(0, 0))
+    for trace in traces:
+        if trace.rank is None:
+            reason = "it does not say which rank it is of"
+        elif trace.rank in aligned:
+            reason = f"rank {trace.rank} has another trace, {aligned[trace.rank].path.name}"
+        elif trace.base_ns is None and len(traces) > 1:
+            reason = (
+                "it has no baseTimeNanoseconds, as torch wrote none before 2024, so its times are of an unknown clock"
+            )
+        elif trace.base_ns is not None and _extent(trace)[1] < newest[0]:
+            reason = (
+                f"it ended {(newest[0] - _extent(trace)[1]) / 1e9:.1f} s before another began: it is of another window"
+            )
+        else:
+            aligned[trace.rank] = trace
+            continue
+        unaligned[trace.path.name] = reason
+    return aligned, unaligned
+
+
+def _extent(trace: Trace) -> tuple[int, int]:
+    return int(trace.slices.start_ns[0]), int(trace.slices.end_ns.max())
+
+
+def _same_host(aligned: dict[int, Trace]) -> Iterator[_Pair]:
+    hosts = {rank: trace.metadata.get("host_name") for rank, trace in aligned.items()}
+    for a, host in hosts.items():
+        for b, other in hosts.items():
+            if a != b and host and host == other:
+                yield a, b
+
+
+def _matches(traces: Sequence[Trace]) -> dict[_Pair, list[_Match]]:
+    """The two ends of each message, by (source, destination)."""
+    ends: dict[tuple[str, int, int], tuple[list[Communication], list[Communication]]] = defaultdict(lambda: ([], []))
+    for trace in traces:
+        for end in trace.communication:
+            if end.kind != "call" and end.direction and end.source is not None and end.destination is not None:
+                ends[end.group, end.source, end.destination][end.direction == "receive"].append(end)
+    matches: dict[_Pair, list[_Match]] = {}
+    for (_, source, destination), (sends, receives) in sorted(ends.items()):
+        if sends and receives:
+            matches.setdefault((source, destination), []).extend(_pair_up(sends, receives))
+    return matches
+
+
+def _pair_up(sends: list[Communication], receives: list[Communication]) -> list[_Match]:
+    """By NCCL's sequence number where the two ends count alike, else by order."""
+    send_of = {send.sequence: send for send in sends if send.sequence is not None}
+    receive_of = {receive.sequence: receive for receive in receives if receive.sequence is not None}
+    if len(send_of) == len(sends) and len(receive_of) == len(receives):
+        first, last = max(min(send_of), min(receive_of)), min(max(send_of), max(receive_of))
+        common = sorted(send_of.keys() & receive_of.keys())
+        either = [number for number in send_of.keys() | receive_of.keys() if first <= number <= last]
+        if common and len(common) >= 0.8 * len(
+            either
+        ):  # in a group of more than two, the ends count other messages too
+            return [(send_of[number], receive_of[number]) for number in common]
+    shift = _shift(sends, receives)
+    return list(zip(sends[max(0, -shift) :], receives[max(0, shift) :], strict=False))
+
+
+def _shift(sends: list[Communication], receives: list[Communication]) -> int:
+    """How many receives came before that of the first send (negative: sends before the first receive).
+
+    The least with which no message arrives before it is sent.
+    """
+    sent_ns = np.array([send.start_ns for send in sends])
+    arrived_ns = np.array([receive.end_ns for receive in receives])
+    best, fewest = 0, len(sends) + len(receives)
+    for shift in sorted(range(-min(len(sends) - 1, _MAX_SHIFT), min(len(receives) - 1, _MAX_SHIFT) + 1), key=abs):
+        sent, arrived = sent_ns[max(0, -shift) :], arrived_ns[max(0, shift) :]
+        count = min(len(sent), len(arrived))
+        early = int((arrived[:count] < sent[:count] - _SHIFT_SLACK_NS).sum())
+        if early < fewest:
+            best, fewest = shift, early
+        if fewest == 0:
+            break
+    return best
+
+
+def _bound(most_ns: np.ndarray, source: int, destination: int, pairs: list[_Match]) -> None:
+    """Tightens the bounds between two ranks by their messages.
+
+    Two kernels need the time of the transfer when both have begun, and each takes at least that long.
+    """
+    for send, receive in pairs:
+        transfer_ns = 0
+        if send.kind == "kernel":
+            transfer_ns = min(send.end_ns - send.start_ns, receive.end_ns - receive.start_ns)
+        arrival_ns = receive.end_ns - send.start_ns - transfer_ns
+        most_ns[source, destination] = min(most_ns[source, destination], arrival_ns)
+        if send.kind == "kernel" and (send.bytes or 0) >= RENDEZVOUS_BYTES:
+            taken_ns = send.end_ns - receive.start_ns - transfer_ns
+            most_ns[destination, source] = min(most_ns[destination, source], taken_ns)
+
+
+def _skews(most_ns: np.ndarray) -> tuple[list[int], int]:
+    """A skew for each rank that fulfils all bounds, widened by the number of ns that is returned too.
+
+    In the middle of what the bounds leave, or the nearest to no skew where they leave one side open.
+    """
+    widened_ns = 0
+    closed = _closed(most_ns)
+    while (np.diagonal(closed) < 0).any():
+        widened_ns = max(1000, 2 * widened_ns)
+        closed = _closed(most_ns + widened_ns)
+    skews: list[float] = []
+    for rank in range(len(closed)):
+        low = max((skews[other] - closed[rank, other] for other in range(rank)), default=0.0)
+        high = min((skews[other] + closed[other, rank] for other in range(rank)), default=0.0)
+        skews.append((low + high) / 2 if np.isfinite(high - low) else min(max(0.0, low), high))
+    return [round(skew) for skew in skews], widened_ns
+
+
+def _closed(most_ns: np.ndarray) -> np.ndarray:
+    """The bounds that follow from the bounds: shortest paths between all ranks; negative on the diagonal if none."""
+    closed = np.minimum(most_ns, np.where(np.eye(len(most_ns), dtype=bool), 0, np.inf))
+    for middle in range(len(closed)):
+        closed = np.minimum(closed, closed[:, middle, None] + closed[None, middle, :])
+    return closed
+
+
+def _whole(bound_ns: float) -> int | None:
+    return round(bound_ns) if np.isfinite(bound_ns) else None
