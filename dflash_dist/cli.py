@@ -289,7 +289,7 @@ def profile_run(
     device: DeviceOption = "auto",
     overrides: Overrides = None,
 ) -> None:
-    """Have every rank record a trace, in a run that goes on or a fresh one.
+    """Have every rank record a trace.
 
     --run alone: of the run that goes on under this name. --config and --topo: of a fresh short one. The traces lie in
     the run's profile/ folder, which is printed.
@@ -317,9 +317,9 @@ def profile_analyze(
     folder: Annotated[Path, typer.Argument(help="Folder of a run's traces, or one trace.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Say what each rank's time goes to, in shares that add up to 100 %.
+    """Say what each rank's time goes to.
 
-    Of several traces of a rank the newest is read.
+    The shares add up to 100 %. Of several traces of a rank the newest is read.
     """
     from dflash_profiling import cli, trace_file
 

@@ -23,9 +23,9 @@ def analyze(
     folder: Annotated[Path, typer.Argument(help="Folder of a run's traces, or one trace.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Say what each rank's time goes to, in shares that add up to 100 %.
+    """Say what each rank's time goes to.
 
-    Of several traces of a rank the newest is read.
+    The shares add up to 100 %. Of several traces of a rank the newest is read.
     """
     from dflash_profiling import table
     from dflash_profiling.analysis import analyze as analyze_rank
