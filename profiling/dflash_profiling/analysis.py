@@ -6,16 +6,20 @@ Shape suffixes: S slices, K pieces of GPU work, I intervals.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from dflash_profiling.clock import Alignment, Message, align, match_p2p
 from dflash_profiling.intervals import Intervals, difference, intersection, union
 from dflash_profiling.kineto import GPU_WORK, Category, Trace, launch_delays_ns
 from dflash_profiling.timeline import Split, by_span, family_of, host_bound, in_order, split
 
 STEP = "ProfilerStep#"
+_Collective = tuple[str, str, int]
+"""Group, name and number in the group."""
 SPAN_PARTS = {
     "receive": "p2p_starved", "wait_slot": "p2p_backpressured", "send": "p2p_transfer", "gloo:send": "p2p_transfer",
     "gloo:recv": "p2p_starved", "all_reduce": "collective", "load": "data", "checkpoint": "checkpoint",
@@ -61,8 +65,27 @@ class RankAnalysis:
     max_launch_skew_ns: int
 
 
-def analyze(trace: Trace) -> RankAnalysis:
+@dataclass(frozen=True)
+class Waits:
+    """What a rank's communication is made of, by the clock of its own trace."""
+
+    parts: dict[str, Intervals]
+    """Of messages, and of collectives until their last rank has come."""
+    messages: frozenset[int]
+    """The slices of those messages whose both ends are known."""
+
+
+def analyze_ranks(traces: Sequence[Trace]) -> list[RankAnalysis]:
+    """The analysis of each rank, with what its communication waited for on the others."""
+    alignment = align(traces)
+    messages = match_p2p(traces, alignment)
+    arrivals = _last_arrivals(traces, alignment)
+    return [analyze(trace, _waits(trace, messages, arrivals, alignment.offset_ns(trace))) for trace in traces]
+
+
+def analyze(trace: Trace, waits: Waits | None = None) -> RankAnalysis:
     """Divides the time from the first recorded step's begin to the last one's end."""
+    waits = waits or Waits({}, frozenset())
     slices = trace.slices
     start_ns, end_ns, steps = _window(trace)
     window = union(np.array([start_ns]), np.array([end_ns]))
@@ -70,7 +93,7 @@ def analyze(trace: Trace) -> RankAnalysis:
     if trace.has_gpu_rows:
         kernel_names = _kernel_names(trace)
         compute_S = np.isin(slices.category, (Category.KERNEL, Category.MEMSET)) & ~_communicates(trace)
-        divided = split(window, _gpu_parts(trace, compute_S, spans))
+        divided = split(window, _gpu_parts(trace, compute_S, spans, waits))
         compute = intersection(union(slices.start_ns[compute_S], slices.end_ns[compute_S]), window)
         families_S = np.array([family_of(name) for name in trace.names])[slices.name]
         by_family = {family: compute_S & (families_S == family) for family in sorted(set(families_S[compute_S]))}
@@ -136,7 +159,9 @@ def _communicates(trace: Trace) -> np.ndarray:
     return by_name[trace.slices.name] & (trace.slices.category == Category.KERNEL)
 
 
-def _gpu_parts(trace: Trace, compute_S: np.ndarray, spans: Sequence[tuple[str, int, int]]) -> dict[str, Intervals]:
+def _gpu_parts(
+    trace: Trace, compute_S: np.ndarray, spans: Sequence[tuple[str, int, int]], waits: Waits
+) -> dict[str, Intervals]:
     slices, names = trace.slices, np.array(trace.names)
 
     def where(mask_S: np.ndarray) -> Intervals:
@@ -147,15 +172,23 @@ def _gpu_parts(trace: Trace, compute_S: np.ndarray, spans: Sequence[tuple[str, i
         return found[slices.name] & (slices.category == category)
 
     communicates_S = _communicates(trace)
+    known = {c.slice: c.direction is not None for c in trace.communication if c.kind == "kernel"}
     message_S = communicates_S & named(_MESSAGE_KERNEL, Category.KERNEL)
+    message_S[[place for place, is_message in known.items() if not is_message]] = False  # an all-to-all
+    matched_S = np.zeros(len(slices), bool)
+    matched_S[list(waits.messages)] = True
+    collective = where(communicates_S & ~message_S)
+    nothing = union(np.empty(0, np.int64), np.empty(0, np.int64))
+    waiting = waits.parts.get("collective_wait", nothing)
     copy_S = slices.category == Category.MEMCPY
     busy = where(np.isin(slices.category, GPU_WORK))
     whole = union(slices.start_ns.min(keepdims=True), slices.end_ns.max(keepdims=True))
     delays = launch_delays_ns(trace)
     return {
         "compute": where(compute_S),
-        "collective": where(communicates_S & ~message_S),
-        "p2p": where(message_S),
+        **waits.parts,
+        "collective": difference(collective, waiting),
+        "p2p": where(message_S & ~matched_S),
         "copy": where(copy_S),
         "profiler": where(slices.category == Category.OVERHEAD),
         "compile": where(named(_COMPILE, Category.RUNTIME) | named(_COMPILE, Category.PYTHON)),
@@ -181,6 +214,44 @@ def _host_parts(trace: Trace, spans: Sequence[tuple[str, int, int]], window: Int
         anything = union(slices.start_ns[work_S], slices.end_ns[work_S])
     working = difference(intersection(anything, window), _joined([profiler, *waits.values()]))
     return {"compute": working, "profiler": profiler, **waits}
+
+
+def _waits(trace: Trace, messages: Sequence[Message], arrivals: dict[_Collective, int], offset_ns: int) -> Waits:
+    parts: dict[str, list[tuple[int, int]]] = {"p2p_transfer": [], "p2p_starved": [], "p2p_backpressured": []}
+    slices = set()
+    for message in messages:
+        met_ns = max(message.send_start_ns, message.receive_start_ns)
+        if message.source == trace.rank:
+            slices.add(message.send_slice)
+            parts["p2p_backpressured"].append((message.send_start_ns, min(met_ns, message.send_end_ns)))
+            parts["p2p_transfer"].append((met_ns, message.send_end_ns))
+        if message.destination == trace.rank:
+            slices.add(message.receive_slice)
+            parts["p2p_starved"].append((message.receive_start_ns, min(met_ns, message.receive_end_ns)))
+            parts["p2p_transfer"].append((met_ns, message.receive_end_ns))
+    parts["collective_wait"] = [
+        (start_ns, min(arrivals[key], end_ns))
+        for key, start_ns, end_ns in _collectives(trace, offset_ns)
+        if key in arrivals
+    ]
+    sets = {name: union(*(np.array(pairs, np.int64).reshape(-1, 2).T - offset_ns)) for name, pairs in parts.items()}
+    return Waits(sets, frozenset(slices))
+
+
+def _last_arrivals(traces: Sequence[Trace], alignment: Alignment) -> dict[_Collective, int]:
+    """When the last rank began each collective, by the common clock; of those with several ranks in the traces."""
+    starts: dict[_Collective, list[int]] = defaultdict(list)
+    for trace in traces:
+        for key, start_ns, _ in _collectives(trace, alignment.offset_ns(trace)):
+            starts[key].append(start_ns)
+    return {key: max(times) for key, times in starts.items() if len(times) > 1}
+
+
+def _collectives(trace: Trace, offset_ns: int) -> Iterator[tuple[_Collective, int, int]]:
+    """Each collective on the GPU: what it is called alike on all its ranks, start and end by the common clock."""
+    for c in trace.communication:
+        if c.kind == "kernel" and c.direction is None and c.sequence is not None:
+            yield (c.group, c.name, c.sequence), c.start_ns + offset_ns, c.end_ns + offset_ns
 
 
 def _of_spans(spans: Sequence[tuple[str, int, int]], part: str) -> Intervals:

@@ -28,11 +28,11 @@ def analyze(
     The shares add up to 100 %. Of several traces of a rank the newest is read.
     """
     from dflash_profiling import table
-    from dflash_profiling.analysis import analyze as analyze_rank
+    from dflash_profiling.analysis import analyze_ranks
     from dflash_profiling.kineto import read_folder, read_trace
 
     traces = [read_trace(folder)] if folder.is_file() else read_folder(folder)
-    ranks = [analyze_rank(trace) for trace in traces]
+    ranks = analyze_ranks(traces)
     print(json.dumps(table.as_json(ranks), indent=2) if as_json else table.as_text(ranks))
 
 

@@ -17,11 +17,15 @@ import numpy as np
 from dflash_profiling.intervals import Intervals, difference, intersection, union
 
 PARTS = (
-    "compute", "p2p_transfer", "collective", "p2p", "p2p_starved", "p2p_backpressured", "copy", "profiler", "compile",
-    "allocator", "data", "checkpoint", "host_bound", "unexplained",
+    "compute", "p2p_transfer", "collective", "p2p", "p2p_starved", "p2p_backpressured", "collective_wait", "copy",
+    "profiler", "compile", "allocator", "data", "checkpoint", "host_bound", "unexplained",
 )  # fmt: skip
-"""From the most useful on: of what goes on at one time the first counts. `p2p`: messages whose other end is not in the
-traces, so that waiting cannot be told from transfer."""
+"""From the most useful on: of what goes on at one time the first counts.
+
+A receive is starved until its send begins, a send backpressured until its receive does, and a collective waits until
+its last rank has come. `p2p` and `collective` are also those whose other ends are not in the traces, where waiting
+cannot be told from transfer.
+"""
 FAMILIES = {
     "attention": r"flash|fmha|flex_attention|attention|sdpa",
     "delta rule": r"delta_rule|chunk_fwd|chunk_gated|recompute_w_u|solve_tril|l2norm",
@@ -79,8 +83,9 @@ def host_bound(idle: Intervals, kernel_start_K: np.ndarray, launch_end_K: np.nda
     `kernel_start_K`, `launch_end_K`: int64 ns, of all kernels with a known launch. A launch after its kernel's start,
     which clocks that differ can show, counts as at the start.
     """
-    order = np.argsort(kernel_start_K, kind="stable")
-    start_K, launch_K = kernel_start_K[order], np.minimum(launch_end_K, kernel_start_K)[order]
+    launch_end_K = np.minimum(launch_end_K, kernel_start_K)
+    order = np.lexsort((launch_end_K, kernel_start_K))  # of two that start together the one that was there first
+    start_K, launch_K = kernel_start_K[order], launch_end_K[order]
     place_I = np.searchsorted(start_K, idle.end_I, side="left")
     found_I = place_I < len(start_K)
     found_I[found_I] &= start_K[place_I[found_I]] == idle.end_I[found_I]

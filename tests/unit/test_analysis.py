@@ -1,0 +1,131 @@
+"""The division of ranks' time on traces of which the truth is known, and on other people's."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dflash_profiling.analysis import RankAnalysis, analyze, analyze_ranks, gpu_busy_ns
+from dflash_profiling.kineto import read_folder, read_trace
+from dflash_profiling.table import as_json, as_text, tenths
+from dflash_profiling.timeline import PARTS
+from dflash_profiling.trace_file import TraceError
+from tests.synthetic_traces import BASE_NS, SyntheticRank, messages_world
+from tests.unit.test_kineto import TRACES
+
+END_NS = 2_000_000
+KERNELS = {
+    "compute": "nvjet_sm90_tst_192x192", "copy": "Memcpy HtoD", "collective": "ncclDevKernel_AllReduce_Sum_f32_RING_LL",
+    "p2p": "ncclDevKernel_SendRecv(x)",
+}  # fmt: skip
+
+
+def sums_up(rank: RankAnalysis) -> bool:
+    parts = rank.split.parts_ns
+    computing = [sum(rank.compute_by_span_ns.values())]
+    computing += [sum(rank.compute_by_family_ns.values())] if rank.has_gpu_rows else []
+    return sum(parts.values()) == rank.split.window_ns and set(computing) == {parts["compute"]}
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_parts_are_those_of_a_timeline_whose_truth_is_known(tmp_path: Path, seed: int) -> None:
+    """Work on three streams, launched in time or late, under calls of the host: the truth looks at every moment."""
+    draw = random.Random(seed)
+    rank = SyntheticRank(0)
+    rank.span("ProfilerStep#7", BASE_NS, BASE_NS + END_NS)
+    moments = {part: np.zeros(END_NS // 1000, bool) for part in PARTS}
+    busy = np.zeros(END_NS // 1000, bool)
+    launches: list[tuple[int, int]] = []
+    for stream in (7, 20, 24):
+        now = draw.randrange(100)
+        while now < 1990:
+            start, end = now + draw.randrange(1, 120), 0
+            end = start + draw.randrange(1, 80)
+            if end >= 2000:
+                break
+            part = draw.choice(list(KERNELS))
+            launch_end = start - draw.randrange(0, 60)
+            category = "gpu_memcpy" if part == "copy" else "kernel"
+            at = BASE_NS + 1000 * start
+            rank.kernel(KERNELS[part], at, BASE_NS + 1000 * end, stream, BASE_NS + 1000 * launch_end - 3_000, category)
+            moments[part][start:end] = True
+            busy[start:end] = True
+            launches.append((start, launch_end))
+            now = end
+    for part, name in (("allocator", "cudaMalloc"), ("compile", "cuModuleLoadData"), ("data", "load")):
+        for _ in range(draw.randrange(3)):
+            start = draw.randrange(1900)
+            end = start + draw.randrange(1, 90)
+            extent = BASE_NS + 1000 * start, BASE_NS + 1000 * end
+            rank.span(name, *extent) if part == "data" else rank.runtime(name, *extent)
+            moments[part][start:end] = True
+    starts = np.flatnonzero(np.diff(busy.astype(int), prepend=1, append=0) == 1)  # of busy times behind idle ones
+    for start in starts:
+        launch_end = min(end for at, end in launches if at == start)
+        idle_from = max((m for m in range(start) if busy[m]), default=-1) + 1
+        moments["host_bound"][idle_from : max(idle_from, min(launch_end, start))] = True
+    expected = dict.fromkeys(PARTS, 0)
+    for moment in range(END_NS // 1000):
+        expected[next((p for p in PARTS if moments[p][moment]), "unexplained")] += 1
+    found = analyze(read_trace(rank.write(tmp_path)))
+    assert sums_up(found) and found.steps == 1
+    for part in PARTS:
+        assert found.split.parts_ns[part] == pytest.approx(1000 * expected[part], abs=END_NS / 1000), part
+
+
+@pytest.mark.parametrize("skew_ms", [0, 5])
+def test_messages_are_waits_and_transfers_on_either_end(tmp_path: Path, skew_ms: int) -> None:
+    ranks, truth = messages_world([(0, 1)], {0: 0, 1: 1_000_000 * skew_ms}, seed=3)
+    for rank in ranks:
+        rank.write(tmp_path)
+    analyzed = analyze_ranks(read_folder(tmp_path))
+    for found in analyzed:
+        assert sums_up(found)
+        parts = found.split.parts_ns
+        starved_ns = sum(m.waiting_ns for m in truth if m.destination == found.rank)
+        assert parts["p2p"] == 0 and parts["compute"] == 0
+        assert parts["p2p_starved"] == pytest.approx(starved_ns, rel=0.01, abs=50_000)
+        assert parts["p2p_transfer"] > 0 and parts["p2p_backpressured"] > 0
+
+
+def test_a_collective_waits_until_its_last_rank_has_come(tmp_path: Path) -> None:
+    for rank, start_ns in ((0, 100_000), (1, 400_000), (2, 350_000)):
+        trace = SyntheticRank(rank, world_size=3, skew_ns=1_000 * rank)
+        trace.span("ProfilerStep#1", BASE_NS, BASE_NS + 1_000_000)
+        args = {"Collective name": "allreduce", "dtype": "Float", "In msg nelems": 8, "Out msg nelems": 8, "Seq": 5}
+        args |= {"Process Group Name": "0", "Process Group Ranks": "[0, 1, 2]", "Group size": 3}
+        at = BASE_NS + start_ns
+        trace.kernel("ncclDevKernel_AllReduce_Sum_f32_RING_LL(x)", at, BASE_NS + 600_000, 20, **args)
+        trace.write(tmp_path)
+    parts = [found.split.parts_ns for found in analyze_ranks(read_folder(tmp_path))]
+    for part, wait_ns, rest_ns in zip(parts, (300_000, 0, 50_000), (200_000, 200_000, 200_000), strict=True):
+        assert part["collective_wait"] == pytest.approx(wait_ns, abs=3_000)
+        assert part["collective"] == pytest.approx(rest_ns, abs=3_000)
+
+
+@pytest.mark.parametrize("path", TRACES, ids=lambda path: path.name[:40])
+def test_every_public_trace_adds_up(path: Path) -> None:
+    try:
+        trace = read_trace(path)
+    except TraceError:
+        return  # what is refused is tested with the reader
+    found = analyze(trace)
+    assert sums_up(found)
+    assert (gpu_busy_ns(trace) == (0, 0)) == (not trace.has_gpu_rows)
+    assert sum(tenths(found.split.parts_ns).values()) == pytest.approx(100, abs=1e-9)
+    text = as_text([found])
+    assert ("no GPU rows" in text) == (not trace.has_gpu_rows)
+    assert as_json([found])[0]["parts_ns"] == found.split.parts_ns
+
+
+def test_shares_add_up_to_a_hundred_however_they_are_cut() -> None:
+    draw = random.Random(0)
+    for _ in range(300):
+        parts = {str(part): draw.randrange(10 ** draw.randrange(1, 12)) for part in range(draw.randrange(1, 14))}
+        shares = tenths(parts)
+        if total := sum(parts.values()):
+            assert round(sum(round(10 * share) for share in shares.values())) == 1000
+            assert all(abs(shares[name] - 100 * part / total) <= 0.1 for name, part in parts.items())
