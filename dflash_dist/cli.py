@@ -316,15 +316,18 @@ def profile_run(
 def profile_analyze(
     folder: Annotated[Path, typer.Argument(help="Folder of a run's traces, or one trace.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    report: Annotated[Path | None, typer.Option("--report", help="Where to write the page.")] = None,
+    no_report: Annotated[bool, typer.Option("--no-report", help="Write no page.")] = False,
 ) -> None:
-    """Say what each rank's time goes to.
+    """Say what each rank's time goes to, and draw it.
 
-    The shares add up to 100 %. Of several traces of a rank the newest is read.
+    The shares add up to 100 %. Of several traces of a rank the newest is read. The page is FOLDER/report.html; of one
+    trace there is one only with --report.
     """
     from dflash_profiling import cli, trace_file
 
     try:
-        cli.analyze(folder, as_json)
+        cli.analyze(folder, as_json, report, no_report)
     except trace_file.TraceError as error:
         raise UserError(str(error)) from None
 

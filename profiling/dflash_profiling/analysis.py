@@ -15,7 +15,7 @@ import numpy as np
 from dflash_profiling.clock import Alignment, Message, align, match_p2p
 from dflash_profiling.intervals import Intervals, difference, intersection, union
 from dflash_profiling.kineto import GPU_WORK, Category, Trace, launch_delays_ns
-from dflash_profiling.timeline import Split, by_span, family_of, host_bound, in_order, split
+from dflash_profiling.timeline import PARTS, Split, by_span, family_of, host_bound, in_order, split
 
 STEP = "ProfilerStep#"
 _Collective = tuple[str, str, int]
@@ -115,6 +115,52 @@ def analyze(trace: Trace, waits: Waits | None = None) -> RankAnalysis:
         has_gpu_rows=trace.has_gpu_rows,
         max_launch_skew_ns=trace.max_launch_skew_ns,
     )
+
+
+@dataclass(frozen=True)
+class RankTime:
+    """When a rank's window was in which part, by the clock of its own trace."""
+
+    window: Intervals
+    parts: dict[str, Intervals]
+    """Each instant of the window in one of them; as long as the parts of the rank's `Split`."""
+    spans: list[tuple[str, int, int]]
+    """Of the loop: name, start, end."""
+
+
+def times_of_ranks(traces: Sequence[Trace], alignment: Alignment, messages: Sequence[Message]) -> list[RankTime]:
+    """What `analyze_ranks` adds up, as it lies in time."""
+    arrivals = _last_arrivals(traces, alignment)
+    times = []
+    for trace in traces:
+        waits = _waits(trace, messages, arrivals, alignment.offset_ns(trace))
+        start_ns, end_ns, _ = _window(trace)
+        window, spans = union(np.array([start_ns]), np.array([end_ns])), _spans(trace)
+        if trace.has_gpu_rows:
+            compute_S = np.isin(trace.slices.category, (Category.KERNEL, Category.MEMSET)) & ~_communicates(trace)
+            parts = _gpu_parts(trace, compute_S, spans, waits)
+        else:
+            parts = _host_parts(trace, spans, window)
+        names = [name for name in PARTS if name in parts]
+        shares = dict(zip(names, in_order(window, [parts[name] for name in names]), strict=True))
+        shares["unexplained"] = difference(window, _joined(list(shares.values())))
+        times.append(RankTime(window, shares, spans))
+    return times
+
+
+def part_of_kernels(trace: Trace) -> np.ndarray:
+    """uint8 [S]: the place in `PARTS` of each slice on a GPU, were it alone; 255 of any other slice."""
+    slices = trace.slices
+    part_S = np.full(len(slices), 255, np.uint8)
+    part_S[np.isin(slices.category, (Category.KERNEL, Category.MEMSET))] = PARTS.index("compute")
+    part_S[slices.category == Category.MEMCPY] = PARTS.index("copy")
+    communicates_S = _communicates(trace)
+    is_message_N = np.array([bool(_MESSAGE_KERNEL.search(name)) for name in trace.names], bool)
+    message_S = communicates_S & is_message_N[slices.name]
+    message_S[[c.slice for c in trace.communication if c.kind == "kernel" and c.direction is None]] = False
+    part_S[communicates_S] = PARTS.index("collective")
+    part_S[message_S] = PARTS.index("p2p_transfer")
+    return part_S
 
 
 def gpu_busy_ns(trace: Trace) -> tuple[int, int]:
