@@ -28,7 +28,7 @@ def write_world(folder: Path, ranks: int, steps: int = 4, events: int = 2_000, s
         )
         for rank in range(ranks)
     ]  # fmt: skip
-    busy = max(1, events // (steps * 5))
+    busy = max(1, events // (steps * 2))
     for step in range(steps):
         begin = step * STEP_NS
         for rank in world:

@@ -23,6 +23,8 @@ MAX_MESSAGES = 20_000
 MAX_STREAMS = 4
 MAX_DEPTH = 3
 MAX_NAMES = 60_000
+MAX_FULL_RANKS = 16
+"""Of more ranks each has only the lane of its parts."""
 _UINT32 = 2**32 - 1
 
 
@@ -58,10 +60,15 @@ def timeline(traces: Sequence[Trace], ranks: Sequence[RankAnalysis]) -> Timeline
         _lanes(trace, time, shift, end_ns - begin_ns, names)
         for trace, time, shift in zip(traces, times, shifts, strict=True)
     ]
+    crowded = len(ranks) > MAX_FULL_RANKS
+    if crowded:
+        lanes = [of_rank[:1] for of_rank in lanes]
     total_ns = max(end_ns - begin_ns, 1)
     unit_ns = total_ns // _UINT32 + 1
     most = _fair_share([len(lane) for of_rank in lanes for _, lane in of_rank], MAX_SEGMENTS)
     notes, rows = _notes(alignment), []
+    if crowded:
+        notes.append(f"The timeline of {len(ranks)} ranks shows only what their time counts as, not each event.")
     merged_ns: dict[str, float] = {}
     for rank, of_rank in zip(ranks, lanes, strict=True):
         row: dict[str, Any] = {"rank": "?" if rank.rank is None else str(rank.rank), "lanes": []}

@@ -17,6 +17,7 @@
 
   // ---- layout ------------------------------------------------------------------------------------------------------
   const lanes = [];
+  const LEAST = data.rows.length > 16 ? 26 : 36;
   let bottom = AXIS + 6;
   for (const row of data.rows) {
     row.top = bottom;
@@ -27,7 +28,7 @@
       bottom += lane.height + 1;
       lanes.push(lane);
     }
-    row.bottom = bottom = Math.max(bottom, row.top + 36);
+    row.bottom = bottom = Math.max(bottom, row.top + LEAST);
     bottom += GAP;
   }
   height = bottom - GAP + 8;
@@ -189,14 +190,14 @@
       pen.fillText(fitted(`rank ${row.rank}`, gutter - 12), 8, row.top + 9);
       pen.font = FONT;
       pen.fillStyle = colours.soft;
-      pen.fillText(fitted(row.role, gutter - 12), 8, row.top + 26);
+      if (LEAST > 26) pen.fillText(fitted(row.role, gutter - 12), 8, row.top + 26);
       pen.fillStyle = colours.rule;
       pen.fillRect(0, row.bottom + GAP / 2 - 1, width, 1);
     }
   }
   function draw() {
     waiting = false;
-    const ratio = devicePixelRatio || 1;
+    const ratio = Math.min(devicePixelRatio || 1, 16000 / height); // what browsers let a canvas be
     width = stage.clientWidth;
     gutter = width < 620 ? 62 : 100;
     canvas.style.height = `${height}px`;
