@@ -66,7 +66,7 @@ def timeline(traces: Sequence[Trace], ranks: Sequence[RankAnalysis]) -> Timeline
     total_ns = max(end_ns - begin_ns, 1)
     unit_ns = total_ns // _UINT32 + 1
     most = _fair_share([len(lane) for of_rank in lanes for _, lane in of_rank], MAX_SEGMENTS)
-    notes, rows = _notes(alignment), []
+    notes, rows = _notes(alignment, len(traces) == 1), []
     if crowded:
         notes.append(f"The timeline of {len(ranks)} ranks shows only what their time counts as, not each event.")
     merged_ns: dict[str, float] = {}
@@ -142,7 +142,7 @@ def _lanes(trace: Trace, time: RankTime, shift_ns: int, total_ns: int, names: _N
         found += [(title, of_slices(chosen_S, part_S)) for title, chosen_S in _streams(trace, part_S != 255)]
     else:
         outer_S = _outermost(trace)
-        found.append(("operations of the host", of_slices(outer_S, np.zeros(len(trace.slices), np.uint8))))
+        found.append(("operations of the host", of_slices(outer_S, np.full(len(trace.slices), SPAN_KIND, np.uint8))))
     for depth, level in enumerate(_by_depth(_steps(trace) + time.spans)):
         rows = [(start, end, name) for name, start, end in level]
         kinds = np.array([STEP_KIND if name.startswith(STEP) else SPAN_KIND for _, _, name in rows], np.uint8)
@@ -242,10 +242,11 @@ def _arrows(
     return found
 
 
-def _notes(alignment: Alignment) -> list[str]:
+def _notes(alignment: Alignment, alone: bool) -> list[str]:
     notes = [
         f"{shortened(file, 80)} is not on the common clock and begins with the timeline: {shortened(reason)}."
         for file, reason in alignment.unaligned.items()
+        if not alone
     ]
     widest = max(
         (b.high_ns - b.low_ns for b in alignment.bounds if b.high_ns is not None and b.low_ns is not None), default=None

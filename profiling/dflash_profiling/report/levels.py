@@ -33,14 +33,13 @@ class Lane:
 
 @dataclass(frozen=True)
 class Level:
-    """Segments: an event each, or what lies together in a bin."""
+    """Segments: an event each, or those of one kind that lie together in a bin."""
 
     bin_ns: float
     """Events shorter than this are merged; 0: none is."""
     start_G: np.ndarray
     end_G: np.ndarray
     kind_G: np.ndarray
-    """Of merged events that of the most time."""
     name_G: np.ndarray
     """Of merged events that of the longest."""
     count_G: np.ndarray
@@ -63,25 +62,24 @@ def levels(lane: Lane, total_ns: int, most: int) -> list[Level]:
 
 
 def merged(lane: Lane, bin_ns: float) -> Level:
-    """Events as long as a bin or longer stay as they are; the others become one segment for each bin they begin in."""
+    """Events as long as a bin or longer stay as they are; the others of a kind that begin in one bin become one."""
     length_E = lane.end_E - lane.start_E
     short_E = length_E < bin_ns
     if not short_E.any():
         once = np.ones(len(lane), np.int64)
         return Level(bin_ns, lane.start_E, lane.end_E, lane.kind_E, lane.name_E, once, length_E)
+    order = np.lexsort((lane.kind_E[short_E], (lane.start_E[short_E] / bin_ns).astype(np.int64)))
     start, end, kind, name, length = (
-        column[short_E] for column in (lane.start_E, lane.end_E, lane.kind_E, lane.name_E, length_E)
+        column[short_E][order] for column in (lane.start_E, lane.end_E, lane.kind_E, lane.name_E, length_E)
     )
-    bin_of = (start / bin_ns).astype(np.int64)
-    first_B = np.flatnonzero(np.diff(bin_of, prepend=-1))
-    place = np.cumsum(np.diff(bin_of, prepend=-1) != 0) - 1
-    kinds, kind_place = np.unique(kind, return_inverse=True)
-    weight = np.bincount(place * len(kinds) + kind_place, length + 1.0, len(first_B) * len(kinds))
+    key = (start / bin_ns).astype(np.int64) * 256 + kind
+    first_B = np.flatnonzero(np.diff(key, prepend=-1))
+    place = np.cumsum(np.diff(key, prepend=-1) != 0) - 1
     longest_B = np.lexsort((-length, place))[first_B]
     columns = [
-        (lane.start_E, start[first_B]),
+        (lane.start_E, np.minimum.reduceat(start, first_B)),
         (lane.end_E, np.maximum.reduceat(end, first_B)),
-        (lane.kind_E, kinds[weight.reshape(len(first_B), len(kinds)).argmax(1)]),
+        (lane.kind_E, kind[first_B]),
         (lane.name_E, name[longest_B]),
         (np.ones(len(lane), np.int64), np.diff(first_B, append=len(start))),
         (length_E, np.add.reduceat(length, first_B)),

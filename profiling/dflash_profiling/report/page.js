@@ -88,6 +88,7 @@
     colours.kinds[SPAN] = colours.span;
     colours.kinds[STEP] = colours.step;
   }
+  const scale = () => Math.min(devicePixelRatio || 1, 16000 / height); // what browsers let a canvas be
   function hatched(colour) {
     const tile = document.createElement("canvas"), ratio = devicePixelRatio || 1, side = Math.round(8 * ratio);
     tile.width = tile.height = side;
@@ -110,25 +111,54 @@
   const when = (x) => view[0] + (x - gutter) * (view[1] - view[0]) / (width - gutter);
 
   function drawLane(lane) {
-    const level = levelFor(lane), ratio = devicePixelRatio || 1;
+    const level = levelFor(lane), ratio = scale();
     const snap = (x) => Math.round(x * ratio) / ratio;
+    const columns = new Map(); // by kind: how much of each pixel's time what is narrower than it takes
     let kind = -1;
     for (let i = firstAfter(level.reach, view[0]); i < level.start.length && level.start[i] < view[1]; i++) {
       const begin = Math.max(gutter, place(level.start[i])), end = Math.min(width, place(level.start[i] + level.length[i]));
       if (end < gutter) continue;
-      const wide = end - begin >= 1;
-      const left = wide ? snap(begin) : begin, size = wide ? snap(end) - left : Math.max(end - begin, 0.35);
-      if (level.kind[i] !== kind) pen.fillStyle = colours.kinds[kind = level.kind[i]];
       const merged = level.count && level.count[i] > 1;
-      if (merged) pen.globalAlpha = 0.2 + 0.8 * Math.min(1, level.busy[i] / Math.max(1, level.length[i]));
+      const share = merged ? Math.min(1, level.busy[i] / Math.max(1, level.length[i])) : 1;
+      if (end - begin < (merged ? 3 : 1) / ratio) {
+        addTo(columns, level.kind[i], (begin - gutter) * ratio, (end - gutter) * ratio, share);
+        continue;
+      }
+      const left = snap(begin), size = snap(end) - left;
+      if (level.kind[i] !== kind) pen.fillStyle = colours.kinds[kind = level.kind[i]];
+      if (merged) pen.globalAlpha = 0.15 + 0.85 * share;
       pen.fillRect(left, lane.top, size, lane.height);
-      if (merged) pen.globalAlpha = 1;
+      pen.globalAlpha = 1;
       if (kind >= STEP && size > 3) {
         pen.fillStyle = colours[kind === SPAN ? "span-edge" : "step-edge"];
         pen.fillRect(left, lane.top, 1, lane.height);
         pen.fillStyle = colours.kinds[kind];
       }
       if (size > 34 && lane !== lane.row.lanes[0] && !merged) label(lane, data.names[level.name[i]], left, size, kind);
+    }
+    drawColumns(lane, columns, ratio);
+  }
+  function addTo(columns, kind, begin, end, share) {
+    if (!columns.has(kind)) columns.set(kind, new Float32Array(Math.ceil((width - gutter) * scale()) + 4));
+    const of = columns.get(kind);
+    for (let x = Math.floor(begin); x < end || x === Math.floor(begin); x++) {
+      of[x] += Math.max(share * (Math.min(end, x + 1) - Math.max(begin, x)), 0.002);
+    }
+  }
+  function drawColumns(lane, columns, ratio) { // a pixel's height is shared out among what goes on in its time
+    if (!columns.size) return;
+    const kinds = [...columns.keys()].sort((a, b) => a - b), size = columns.get(kinds[0]).length;
+    const total = new Float32Array(size), low = new Float32Array(size);
+    for (const kind of kinds) columns.get(kind).forEach((share, x) => { total[x] += share; });
+    for (const kind of kinds) {
+      const of = columns.get(kind);
+      pen.fillStyle = colours.kinds[kind];
+      for (let x = 0; x < size; x++) {
+        if (!of[x]) continue;
+        const high = lane.height * Math.max(of[x], total[x] < 0.1 ? 0.1 : 0) / Math.max(1, total[x]);
+        pen.fillRect(gutter + x / ratio, lane.top + lane.height - low[x] - high, 1 / ratio, high);
+        low[x] += high;
+      }
     }
   }
   function label(lane, name, left, size, kind) {
@@ -197,7 +227,7 @@
   }
   function draw() {
     waiting = false;
-    const ratio = Math.min(devicePixelRatio || 1, 16000 / height); // what browsers let a canvas be
+    const ratio = scale();
     width = stage.clientWidth;
     gutter = width < 620 ? 62 : 100;
     canvas.style.height = `${height}px`;
@@ -305,7 +335,7 @@
     const where = `rank ${lane.row.rank}, ${lane.title}`;
     if (!level.count || level.count[i] === 1) return `${name}\n${from}\n${where}`;
     const share = Math.round(100 * level.busy[i] / Math.max(1, level.length[i]));
-    return `${level.count[i]} events, ${Math.min(share, 100)} % of the time\nthe longest: ${name}\n${from}\n${where}`;
+    return `${level.count[i]} short events like ${name}\ntogether ${Math.min(share, 100)} % of this stretch\n${from}\n${where}`;
   }
   function messageAt(x, y) {
     for (const [x0, y0, x1, y1, message] of drawn) {

@@ -68,8 +68,8 @@ def _timeline_section(ranks: Sequence[RankAnalysis]) -> str:
         '<p class="note" id="help">Drag over a stretch or turn the wheel to zoom, Shift and drag to move, double-click '
         "for the whole window; with the keyboard + and −, ← and →, 0. Each rank shows what its time counts as, then "
         "the GPU's streams or the host's operations, then the steps and spans of its loop. A line goes from a "
-        "message's send to the end of its receive. Where events are too short to see, a lighter colour means less of "
-        "the time.</p>"
+        "message's send to the end of its receive. Where events are narrower than a pixel, its height is shared out "
+        "by their time.</p>"
         "<noscript><p>The timeline needs JavaScript; the tables do without.</p></noscript></section>"
     )
 

@@ -180,7 +180,7 @@ def _kernels_table(rank: RankAnalysis) -> str:
     rows = "".join(
         f'<tr><td data-kernel="" data-ns="{kernel.total_ns}">{duration(kernel.total_ns)}</td><td>{kernel.count}</td>'
         f"<td>{duration(kernel.total_ns / max(kernel.count, 1))}</td><td>{escaped(kernel.family)}</td>"
-        f'<th scope="row" class="code">{escaped(kernel.name)}</th></tr>'
+        f'<th scope="row" class="code"><span title="{escaped(kernel.name)}">{escaped(kernel.name)}</span></th></tr>'
         for kernel in rank.kernels[:TOP]
     )
     if not rows:

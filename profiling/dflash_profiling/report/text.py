@@ -89,9 +89,8 @@ def sentence(rank: RankAnalysis, shares: Mapping[str, float]) -> str:
     order = sorted((name for name in shares if name != "compute"), key=lambda name: -shares[name])
     clauses = []
     if shares["compute"]:
-        spans = {name: ns for name, ns in rank.compute_by_span_ns.items() if name and ns}
-        most = max(spans, key=lambda name: spans[name], default="")
-        where = f", mostly in <q>{escaped(most, 60)}</q>" if most else ""
+        most = max(rank.compute_by_span_ns, key=lambda name: rank.compute_by_span_ns[name], default="")
+        where = f", above all in <q>{escaped(most, 60)}</q>" if most else ""
         clauses.append(f"{doing('compute')} <b>{shares['compute']:.1f} %</b> of its window{where}")
     shown = [name for name in order if shares[name] >= 2][:3] or [name for name in order if shares[name]][:1]
     for name in shown:
