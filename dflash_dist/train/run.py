@@ -38,6 +38,7 @@ from dflash_dist.train.sources import ChannelSource, FeatureSource, FilledSource
 from dflash_dist.train.target_loop import load_documents, message_sizes, target_loop
 from dflash_dist.wire import Unpacker, WireFormat
 from dflash_profiling.record import TraceWindow
+from dflash_profiling.stream import Stream
 
 FLEX_MIN_HEAD_DIM = 16
 """Compiled flex attention takes no smaller heads."""
@@ -101,6 +102,7 @@ def _init_process_group(world: World, topology: Topology, device: torch.device) 
 def _play(context: RankContext) -> None:
     """This rank's role, to the end of the run."""
     clock = WaitClock(context.device)
+    stream = _stream(context)
     try:
         if context.topology.drafter_of(context.rank) is None:
             _run_target(context, clock)
@@ -111,8 +113,21 @@ def _play(context: RankContext) -> None:
         raise
     finally:
         context.trace.close()
+        if stream is not None:
+            stream.close()
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _stream(context: RankContext) -> Stream | None:
+    """What this rank's process and GPU are like, a line a second in the run's folder, where the config asks for it."""
+    if not context.config.profile.stream:
+        return None
+    path = context.run_folder / "profile" / "stream" / f"rank{context.rank}.jsonl"
+    device = context.device.index if context.device.type == "cuda" else None
+    stream = Stream(path, device, facts=lambda: dict(context.control.published))
+    stream.start()
+    return stream
 
 
 def _context(

@@ -62,7 +62,11 @@ def test_other_targets_train_export_and_evaluate(make: Maker, kind: str) -> None
     folder = config.parent / "runs" / "run"
     for name in ("config.yaml", "environment.json", "metrics.jsonl", "tb", "checkpoints", "export"):
         assert (folder / name).exists(), name
-    assert not (folder / "profile").exists()
+    streams = sorted(path.relative_to(folder).as_posix() for path in (folder / "profile").rglob("*.*"))
+    assert streams == [f"profile/stream/rank{rank}.jsonl" for rank in range(3)]
+    for name in streams:
+        lines = [json.loads(line) for line in (folder / name).read_text(encoding="utf-8").splitlines()]
+        assert lines and all(line["wakeup_ms"] >= 0 for line in lines), name
     done = dflash("eval", "--run", str(folder), "--json", "--max-new-tokens", "8")
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout)
