@@ -22,7 +22,7 @@ from dflash_profiling.slices import CATEGORIES, GPU_WORK, Category, Slices
 from dflash_profiling.trace_file import TraceError, events_of, load
 
 MAX_BYTES = 600 * 2**20
-"""Of JSON: the limit of `read_trace`, which takes about 7 times as much memory."""
+"""Of JSON: the limit of `read_trace`, which takes about 4 times as much memory."""
 _MAX_MALFORMED = 0.01
 _MAX_METADATA_CHARACTERS = 1 << 16
 _MAX_US = 4e15
@@ -116,7 +116,10 @@ def _launch_delays(slices: Slices) -> LaunchDelays:
 
 
 def read_folder(folder: Path | str) -> list[Trace]:
-    """The traces of all ranks in a folder, ordered by rank: each rank's newest, where it has several."""
+    """The traces of all ranks in a folder, ordered by rank: each rank's newest, where it has several.
+
+    Larger ones are read by processes of their own, so a script needs its `if __name__ == "__main__":`.
+    """
     folder = Path(folder)
     paths = _newest(folder)
     try:
@@ -127,8 +130,8 @@ def read_folder(folder: Path | str) -> list[Trace]:
                 traces = list(pool.map(read_trace, paths))
     except BrokenProcessPool:
         raise TraceError(
-            f"{folder}: a process that read a trace was killed, most likely for want of memory: trace fewer steps, "
-            "or read the files one by one"
+            f"{folder} could not be read, as a process that read a trace of it died: trace fewer steps if memory is "
+            'short, and call this below `if __name__ == "__main__":` in a script'
         ) from None
     of_rank: dict[int | Path, Trace] = {}
     for trace in sorted(traces, key=lambda trace: _stamp(trace.path)):
@@ -200,7 +203,7 @@ def _parse(path: Path, events: list[Any], top: dict[str, Any]) -> Trace:
         raise TraceError(f"{path} holds no events: record it again, with the steps to trace inside the window")
     names, slices, args, negative = _slices(complete, base_ns or 0)
     skipped = len(events) - sum(type(phase) is str for phase in phases) + len(complete) - len(slices)
-    if skipped > _MAX_MALFORMED * len(events):
+    if not len(slices) or skipped > _MAX_MALFORMED * len(events):
         raise TraceError(
             f"{path} is damaged, {skipped} of its {len(events)} events are malformed: record the trace or copy the "
             "file again"
