@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from dflash_dist.config import Config, config_lines
 from dflash_dist.drafter.model import DFlashDrafter
 from dflash_dist.errors import UserError
 from dflash_dist.export.plain import load_drafter
+from dflash_dist.installed import version_of
 from dflash_dist.target.capture import TargetForward
 from dflash_dist.target.load import load_ends
 from dflash_dist.topology import Topology
@@ -119,6 +121,19 @@ def _play(context: RankContext) -> None:
     dist.destroy_process_group()
 
 
+def _trace_facts(config: Config, topology: Topology, device: torch.device) -> dict[str, Any]:
+    """What each trace says of the run and the machine; nothing that names either."""
+    packages = ("torch", "triton", "transformers", "flash-linear-attention", "causal-conv1d")
+    return {
+        "topology": str(topology),
+        "pairs": topology.pairs(),
+        "token_budget": config.schedule.token_budget,
+        "batches_per_step": config.schedule.batches_per_step,
+        "versions": {name: version_of(name) for name in packages} | {"cuda": torch.version.cuda},
+        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+    }
+
+
 def _stream(context: RankContext) -> Stream | None:
     """What this rank's process and GPU are like, a line a second in the run's folder, where the config asks for it."""
     if not context.config.profile.stream:
@@ -161,7 +176,7 @@ def _context(
             role=topology.role(rank),
             start_step=config.profile.start_step,
             steps=config.profile.steps,
-            metadata={"topology": str(topology), "pairs": topology.pairs(), "schedule": inputs.schedule.fingerprint()},
+            metadata=_trace_facts(config, topology, device) | {"schedule": inputs.schedule.fingerprint()},
         ),
         drafter_group=_connected_group(drafter_ranks, rank, device),
         host_group=_connected_group(drafter_ranks, rank, torch.device("cpu")),

@@ -86,8 +86,9 @@ def test_traces_of_every_rank_do_not_harm_the_run(make: Maker, topo: str) -> Non
         "rank1": {"load", "anchors", "receive", "draft_forward", "loss", "backward", "all_reduce", "optimizer"},
     }
     for path in Path(config.parent, "runs/traced/profile").glob("rank[01].*"):
-        events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
-        spans = {event["name"] for event in events if event.get("cat") == "user_annotation"}
+        trace = json.loads(gzip.decompress(path.read_bytes()))
+        assert (trace["topology"], trace["gpu"]) == (topo, None) and trace["versions"]["torch"] == torch.__version__
+        spans = {event["name"] for event in trace["traceEvents"] if event.get("cat") == "user_annotation"}
         assert loops[path.name.split(".")[0]] <= spans, path.name
     train(config, topo, "plain")
     assert [row["loss"] for row in metrics(config, "traced")] == [row["loss"] for row in metrics(config, "plain")]
