@@ -36,6 +36,25 @@ def analyze(
     print(json.dumps(table.as_json(ranks), indent=2) if as_json else table.as_text(ranks))
 
 
+@app.command()
+def merge(
+    folder: Annotated[Path, typer.Argument(help="Folder of a run's traces.")],
+    out: Annotated[Path | None, typer.Option("--out", help="File to write; FOLDER/merged.json.gz by default.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it exists.")] = False,
+) -> None:
+    """Write all ranks' traces as one, for ui.perfetto.dev.
+
+    On one clock, with an arrow from each send to its receive. Of several traces of a rank the newest is taken.
+    """
+    from dflash_profiling.merge import merge_folder
+
+    merged = merge_folder(folder, out, overwrite)
+    for line in merged.warnings():
+        print(f"warning: {line}", file=sys.stderr)
+    print(f"{merged.ranks} ranks, {merged.messages} messages; open it at https://ui.perfetto.dev", file=sys.stderr)
+    print(merged.path)
+
+
 def main() -> None:
     """Entry point: a trace that cannot be read is one line and exit code 2."""
     from dflash_profiling.trace_file import TraceError
