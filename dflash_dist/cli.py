@@ -344,6 +344,23 @@ def profile_merge(
         cli.merge(folder, out, overwrite)
 
 
+@profile.command(name="tensorboard")
+def profile_tensorboard(
+    folder: Annotated[Path, typer.Argument(help="Folder with traces in it or in folders below it.")],
+    port: Annotated[
+        int | None, typer.Option("--port", min=0, max=65535, help="0: any free one; the first from 6006 on by default.")
+    ] = None,
+) -> None:
+    """Show traces in TensorBoard until Ctrl-C.
+
+    By the plugin torch-tb-profiler. Prints the address.
+    """
+    from dflash_profiling import cli
+
+    with _trace_errors():
+        cli.tensorboard(folder, port)
+
+
 @contextlib.contextmanager
 def _trace_errors() -> Iterator[None]:
     """What the profiling package refuses is a user's error here."""

@@ -55,6 +55,22 @@ def merge(
     print(merged.path)
 
 
+@app.command()
+def tensorboard(
+    folder: Annotated[Path, typer.Argument(help="Folder with traces in it or in folders below it.")],
+    port: Annotated[
+        int | None, typer.Option("--port", min=0, max=65535, help="0: any free one; the first from 6006 on by default.")
+    ] = None,
+) -> None:
+    """Show traces in TensorBoard until Ctrl-C.
+
+    By the plugin torch-tb-profiler. Prints the address.
+    """
+    from dflash_profiling.board import serve
+
+    serve(folder, port)
+
+
 def main() -> None:
     """Entry point: a trace that cannot be read is one line and exit code 2."""
     from dflash_profiling.trace_file import TraceError
