@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -321,11 +322,53 @@ def profile_analyze(
 
     The shares add up to 100 %. Of several traces of a rank the newest is read.
     """
-    from dflash_profiling import cli, trace_file
+    from dflash_profiling import cli
+
+    with _trace_errors():
+        cli.analyze(folder, as_json)
+
+
+@profile.command(name="merge")
+def profile_merge(
+    folder: Annotated[Path, typer.Argument(help="Folder of a run's traces.")],
+    out: Annotated[Path | None, typer.Option("--out", help="File to write; FOLDER/merged.json.gz by default.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it exists.")] = False,
+) -> None:
+    """Write all ranks' traces as one, for ui.perfetto.dev.
+
+    On one clock, with an arrow from each send to its receive. Of several traces of a rank the newest is taken.
+    """
+    from dflash_profiling import cli
+
+    with _trace_errors():
+        cli.merge(folder, out, overwrite)
+
+
+@profile.command(name="tensorboard")
+def profile_tensorboard(
+    folder: Annotated[Path, typer.Argument(help="Folder with traces in it or in folders below it.")],
+    port: Annotated[
+        int | None, typer.Option("--port", min=0, max=65535, help="0: any free one; the first from 6006 on by default.")
+    ] = None,
+) -> None:
+    """Show traces in TensorBoard until Ctrl-C.
+
+    By the plugin torch-tb-profiler. Prints the address.
+    """
+    from dflash_profiling import cli
+
+    with _trace_errors():
+        cli.tensorboard(folder, port)
+
+
+@contextlib.contextmanager
+def _trace_errors() -> Iterator[None]:
+    """What the profiling package refuses is a user's error here."""
+    from dflash_profiling.trace_file import TraceError
 
     try:
-        cli.analyze(folder, as_json)
-    except trace_file.TraceError as error:
+        yield
+    except TraceError as error:
         raise UserError(str(error)) from None
 
 

@@ -36,6 +36,41 @@ def analyze(
     print(json.dumps(table.as_json(ranks), indent=2) if as_json else table.as_text(ranks))
 
 
+@app.command()
+def merge(
+    folder: Annotated[Path, typer.Argument(help="Folder of a run's traces.")],
+    out: Annotated[Path | None, typer.Option("--out", help="File to write; FOLDER/merged.json.gz by default.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it exists.")] = False,
+) -> None:
+    """Write all ranks' traces as one, for ui.perfetto.dev.
+
+    On one clock, with an arrow from each send to its receive. Of several traces of a rank the newest is taken.
+    """
+    from dflash_profiling.merge import merge_folder
+
+    merged = merge_folder(folder, out, overwrite)
+    for line in merged.warnings():
+        print(f"warning: {line}", file=sys.stderr)
+    print(f"{merged.ranks} ranks, {merged.messages} messages; open it at https://ui.perfetto.dev", file=sys.stderr)
+    print(merged.path)
+
+
+@app.command()
+def tensorboard(
+    folder: Annotated[Path, typer.Argument(help="Folder with traces in it or in folders below it.")],
+    port: Annotated[
+        int | None, typer.Option("--port", min=0, max=65535, help="0: any free one; the first from 6006 on by default.")
+    ] = None,
+) -> None:
+    """Show traces in TensorBoard until Ctrl-C.
+
+    By the plugin torch-tb-profiler. Prints the address.
+    """
+    from dflash_profiling.board import serve
+
+    serve(folder, port)
+
+
 def main() -> None:
     """Entry point: a trace that cannot be read is one line and exit code 2."""
     from dflash_profiling.trace_file import TraceError

@@ -25,8 +25,8 @@ MAX_BYTES = 600 * 2**20
 """Of JSON: the limit of `read_trace`, which takes about 4 times as much memory."""
 _MAX_MALFORMED = 0.01
 _MAX_METADATA_CHARACTERS = 1 << 16
-_MAX_US = 4e15
-_MAX_DURATION_US = 1e15
+MAX_US = 4e15
+MAX_DURATION_US = 1e15
 _MAX_BASE_NS = 3 * 10**18
 """With these three every time is an int64."""
 _PROCESSES = 2
@@ -168,7 +168,7 @@ def read_trace(path: Path | str, max_bytes: int = MAX_BYTES) -> Trace:
     `max_bytes`: more JSON than this is refused, before it fills the memory.
     """
     path = Path(path)
-    with _no_garbage_collection():
+    with no_garbage_collection():
         try:
             return _parse(path, *events_of(path, load(path, max_bytes)))
         except RecursionError:
@@ -180,7 +180,7 @@ def read_trace(path: Path | str, max_bytes: int = MAX_BYTES) -> Trace:
 
 
 @contextmanager
-def _no_garbage_collection() -> Iterator[None]:
+def no_garbage_collection() -> Iterator[None]:
     """Millions of small objects are made, none of them garbage: looking for it would take half of the time."""
     enabled = gc.isenabled()
     gc.disable()
@@ -237,7 +237,7 @@ def _slices(complete: list[Event], base_ns: int) -> tuple[list[str], Slices, lis
     ]
     columns = list(zip(*rows, strict=True))
     start_us, duration_us = numbers(columns[0]), numbers(columns[1])
-    valid = (np.abs(start_us) <= _MAX_US) & (np.abs(duration_us) <= _MAX_DURATION_US)  # false for NaN
+    valid = (np.abs(start_us) <= MAX_US) & (np.abs(duration_us) <= MAX_DURATION_US)  # false for NaN
     valid &= np.fromiter([type(name) is str for name in columns[2]], bool, len(rows))
     if not valid.all():
         columns = [tuple(compress(column, valid.tolist())) for column in columns]
@@ -305,7 +305,7 @@ def _place(path: Path, metadata: dict[str, Any]) -> tuple[int | None, int | None
 def _memory(events: list[Event], base_ns: int) -> MemoryEvents:
     events = [event for event in events if event.get("name") == "[memory]"]
     time_us = numbers([event.get("ts") for event in events])
-    valid = np.abs(time_us) <= _MAX_US
+    valid = np.abs(time_us) <= MAX_US
     time_ns = base_ns + nanoseconds(time_us[valid])
     all_args = [event.get("args") for event in compress(events, valid.tolist())]
     args = [arg if type(arg) is dict else {} for arg in all_args]
@@ -325,7 +325,7 @@ def _window(instants: list[Event], base_ns: int) -> tuple[int, int] | None:
     for prefix, choose in (("Iteration Start", min), ("Record Window End", max)):
         times_us = [event.get("ts") for event in instants if str(event.get("name")).startswith(prefix)]
         column = numbers(times_us)
-        column = column[np.abs(column) <= _MAX_US]
+        column = column[np.abs(column) <= MAX_US]
         if not len(column):
             return None
         moments.append(base_ns + int(choose(nanoseconds(column))))
