@@ -372,6 +372,24 @@ def _trace_errors() -> Iterator[None]:
         raise UserError(str(error)) from None
 
 
+@profile.command(name="compare")
+def profile_compare(
+    before: Annotated[Path, typer.Argument(metavar="A", help="Folder of traces, or of a run with its profile/.")],
+    after: Annotated[Path, typer.Argument(metavar="B", help="The same of another window or run.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say what takes longer in B than in A, and what each thing did to the speed.
+
+    Times are those of a step. The speed is that of metrics.jsonl, where the folder lies in a run's.
+    """
+    from dflash_profiling import cli, trace_file
+
+    try:
+        cli.compare(before, after, as_json)
+    except trace_file.TraceError as error:
+        raise UserError(str(error)) from None
+
+
 def _json_object(option: str, text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
