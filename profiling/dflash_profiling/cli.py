@@ -81,7 +81,9 @@ def compare(
     after: Annotated[Path, typer.Argument(metavar="B", help="The same of another window or run.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Say what takes longer in B than in A, and what each thing did to the speed.
+    """Say what takes longer in B than in A.
+
+    And what each thing did to the speed.
 
     Times are those of a step. The speed is that of metrics.jsonl, where the folder lies in a run's.
     """
