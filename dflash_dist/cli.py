@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -324,10 +325,72 @@ def profile_analyze(
     The shares add up to 100 %. Of several traces of a rank the newest is read. The page is FOLDER/report.html; of one
     trace there is one only with --report.
     """
+    from dflash_profiling import cli
+
+    with _trace_errors():
+        cli.analyze(folder, as_json, report, no_report)
+
+
+@profile.command(name="merge")
+def profile_merge(
+    folder: Annotated[Path, typer.Argument(help="Folder of a run's traces.")],
+    out: Annotated[Path | None, typer.Option("--out", help="File to write; FOLDER/merged.json.gz by default.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it exists.")] = False,
+) -> None:
+    """Write all ranks' traces as one, for ui.perfetto.dev.
+
+    On one clock, with an arrow from each send to its receive. Of several traces of a rank the newest is taken.
+    """
+    from dflash_profiling import cli
+
+    with _trace_errors():
+        cli.merge(folder, out, overwrite)
+
+
+@profile.command(name="tensorboard")
+def profile_tensorboard(
+    folder: Annotated[Path, typer.Argument(help="Folder with traces in it or in folders below it.")],
+    port: Annotated[
+        int | None, typer.Option("--port", min=0, max=65535, help="0: any free one; the first from 6006 on by default.")
+    ] = None,
+) -> None:
+    """Show traces in TensorBoard until Ctrl-C.
+
+    By the plugin torch-tb-profiler. Prints the address.
+    """
+    from dflash_profiling import cli
+
+    with _trace_errors():
+        cli.tensorboard(folder, port)
+
+
+@contextlib.contextmanager
+def _trace_errors() -> Iterator[None]:
+    """What the profiling package refuses is a user's error here."""
+    from dflash_profiling.trace_file import TraceError
+
+    try:
+        yield
+    except TraceError as error:
+        raise UserError(str(error)) from None
+
+
+@profile.command(name="compare")
+def profile_compare(
+    before: Annotated[Path, typer.Argument(metavar="A", help="Folder of traces, or of a run with its profile/.")],
+    after: Annotated[Path, typer.Argument(metavar="B", help="The same of another window or run.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say what takes longer in B than in A.
+
+    And what each thing did to the speed.
+
+    Times are those of a step. The speed is that of metrics.jsonl, where the folder lies in a run's.
+    """
     from dflash_profiling import cli, trace_file
 
     try:
-        cli.analyze(folder, as_json, report, no_report)
+        cli.compare(before, after, as_json)
     except trace_file.TraceError as error:
         raise UserError(str(error)) from None
 

@@ -203,8 +203,10 @@ class EvaluateConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileConfig:
-    """A window of steps in which every rank writes a torch.profiler trace into the run's `profile/`."""
+    """What every rank writes into the run's `profile/`: a torch.profiler trace of some steps, and a light stream."""
 
+    stream: bool = True
+    """A line a second on how the process and its GPU are."""
     start_step: int = 5
     steps: int = 0
     """0: no trace."""

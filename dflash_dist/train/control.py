@@ -25,6 +25,8 @@ class Control:
         self._store, self._rank = store, rank
         self._signals: tuple[signal.Signals, ...] = ()
         self._stop_asked, self._stop_passed_on = False, False
+        self.published: dict[str, float] = {}
+        """This rank's own progress, as it last told it."""
 
     def listen(self, signals: tuple[signal.Signals, ...]) -> None:
         """From now on each of the signals asks for a checkpoint and an orderly end."""
@@ -100,6 +102,7 @@ class Control:
 
     def publish(self, **facts: float) -> None:
         """Makes this rank's progress readable by the others."""
+        self.published = facts
         self._store.set(f"progress/{self._rank}", json.dumps(facts))
 
     def progress(self, rank: int) -> dict[str, float]:

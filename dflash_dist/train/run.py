@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from dflash_dist.config import Config, config_lines
 from dflash_dist.drafter.model import DFlashDrafter
 from dflash_dist.errors import UserError
 from dflash_dist.export.plain import load_drafter
+from dflash_dist.installed import version_of
 from dflash_dist.target.capture import TargetForward
 from dflash_dist.target.load import load_ends
 from dflash_dist.topology import Topology
@@ -38,6 +40,7 @@ from dflash_dist.train.sources import ChannelSource, FeatureSource, FilledSource
 from dflash_dist.train.target_loop import load_documents, message_sizes, target_loop
 from dflash_dist.wire import Unpacker, WireFormat
 from dflash_profiling.record import TraceWindow
+from dflash_profiling.stream import Stream
 
 FLEX_MIN_HEAD_DIM = 16
 """Compiled flex attention takes no smaller heads."""
@@ -101,6 +104,7 @@ def _init_process_group(world: World, topology: Topology, device: torch.device) 
 def _play(context: RankContext) -> None:
     """This rank's role, to the end of the run."""
     clock = WaitClock(context.device)
+    stream = _stream(context)
     try:
         if context.topology.drafter_of(context.rank) is None:
             _run_target(context, clock)
@@ -111,8 +115,34 @@ def _play(context: RankContext) -> None:
         raise
     finally:
         context.trace.close()
+        if stream is not None:
+            stream.close()
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _trace_facts(config: Config, topology: Topology, device: torch.device) -> dict[str, Any]:
+    """What each trace says of the run and the machine; nothing that names either."""
+    packages = ("torch", "triton", "transformers", "flash-linear-attention", "causal-conv1d")
+    return {
+        "topology": str(topology),
+        "pairs": topology.pairs(),
+        "token_budget": config.schedule.token_budget,
+        "batches_per_step": config.schedule.batches_per_step,
+        "versions": {name: version_of(name) for name in packages} | {"cuda": torch.version.cuda},
+        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+    }
+
+
+def _stream(context: RankContext) -> Stream | None:
+    """What this rank's process and GPU are like, a line a second in the run's folder, where the config asks for it."""
+    if not context.config.profile.stream:
+        return None
+    path = context.run_folder / "profile" / "stream" / f"rank{context.rank}.jsonl"
+    device = context.device.index if context.device.type == "cuda" else None
+    stream = Stream(path, device, facts=lambda: dict(context.control.published))
+    stream.start()
+    return stream
 
 
 def _context(
@@ -146,7 +176,7 @@ def _context(
             role=topology.role(rank),
             start_step=config.profile.start_step,
             steps=config.profile.steps,
-            metadata={"topology": str(topology), "pairs": topology.pairs(), "schedule": inputs.schedule.fingerprint()},
+            metadata=_trace_facts(config, topology, device) | {"schedule": inputs.schedule.fingerprint()},
         ),
         drafter_group=_connected_group(drafter_ranks, rank, device),
         host_group=_connected_group(drafter_ranks, rank, torch.device("cpu")),

@@ -24,7 +24,7 @@ from dflash_dist.train.metrics import METRICS_FILE
 CONFIG, ENVIRONMENT, SUMMARY = "config.yaml", "environment.json", "summary.json"
 INPUTS, LOCK, CHECKPOINTS = "inputs.json", ".lock", "checkpoints"
 FILLED = (CHECKPOINTS, "tb")
-"""The folders in a run's that are made at its begin; profile/ is made with the first trace."""
+"""The folders in a run's that are made at its begin; profile/ is made by what is written there."""
 MOST_NAME_BYTES = 255
 SAMPLES, SAMPLE_BYTES = 64, 4096
 """How much of each weight file is hashed: enough to tell models apart, and quick for any size."""

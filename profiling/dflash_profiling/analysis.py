@@ -18,6 +18,7 @@ from dflash_profiling.kineto import GPU_WORK, Category, Trace, launch_delays_ns
 from dflash_profiling.timeline import PARTS, Split, by_span, family_of, host_bound, in_order, split
 
 STEP = "ProfilerStep#"
+_STEP_NUMBER = re.compile(r"ProfilerStep#(\d{1,15})")
 _Collective = tuple[str, str, int]
 """Group, name and number in the group."""
 SPAN_PARTS = {
@@ -26,7 +27,7 @@ SPAN_PARTS = {
 }  # fmt: skip
 """What a span of the loop counts as where there are no GPU rows; any other is compute."""
 _COLLECTIVE = re.compile(r"(nccl|gloo|mpi|ucc):(?!send|recv)", re.IGNORECASE)
-_COMMUNICATION_KERNEL = re.compile(r"^(void )?(nccl|rccl|mscclpp|msccl)", re.IGNORECASE)
+COMMUNICATION_KERNEL = re.compile(r"^(void )?(nccl|rccl|mscclpp|msccl)", re.IGNORECASE)
 _MESSAGE_KERNEL = re.compile(r"SendRecv", re.IGNORECASE)
 _ALLOCATOR = re.compile(
     r"(cuda|hip)(Malloc|Free|Host|Mem(Create|Map|Unmap|Release|Address|SetAccess))|cuMem(Alloc|Create|Map|Unmap|Release|Address|SetAccess)"
@@ -61,6 +62,11 @@ class RankAnalysis:
     kernels: list[Kernel]
     """Of the whole trace, the one of the greatest total first."""
     steps: int
+    first_step: int | None
+    last_step: int | None
+    """Their numbers; a rank need not have recorded every step between."""
+    host_by_span_ns: dict[str, int]
+    """The whole window by what the loop's thread was in, whatever the GPU did; adds up to the window."""
     has_gpu_rows: bool
     max_launch_skew_ns: int
 
@@ -88,6 +94,7 @@ def analyze(trace: Trace, waits: Waits | None = None) -> RankAnalysis:
     waits = waits or Waits({}, frozenset())
     slices = trace.slices
     start_ns, end_ns, steps = _window(trace)
+    numbers = _step_numbers(trace)
     window = union(np.array([start_ns]), np.array([end_ns]))
     spans = _spans(trace)
     if trace.has_gpu_rows:
@@ -112,6 +119,9 @@ def analyze(trace: Trace, waits: Waits | None = None) -> RankAnalysis:
         compute_by_family_ns=families,
         kernels=kernel_names,
         steps=steps,
+        first_step=min(numbers, default=None),
+        last_step=max(numbers, default=None),
+        host_by_span_ns=by_span(window, spans),
         has_gpu_rows=trace.has_gpu_rows,
         max_launch_skew_ns=trace.max_launch_skew_ns,
     )
@@ -186,6 +196,12 @@ def _window(trace: Trace) -> tuple[int, int, int]:
     return int(slices.start_ns[steps_S].min()), int(slices.end_ns[steps_S].max()), number
 
 
+def _step_numbers(trace: Trace) -> list[int]:
+    annotated = np.unique(trace.slices.name[trace.slices.category == Category.USER_ANNOTATION]).tolist()
+    matches = [_STEP_NUMBER.fullmatch(trace.names[name]) for name in annotated]
+    return [int(match[1]) for match in matches if match]
+
+
 def _spans(trace: Trace) -> list[tuple[str, int, int]]:
     """The annotations of the loop's thread but the steps themselves: name, start, end."""
     slices = trace.slices
@@ -201,7 +217,7 @@ def _spans(trace: Trace) -> list[tuple[str, int, int]]:
 
 def _communicates(trace: Trace) -> np.ndarray:
     """bool [S]: kernels of NCCL and its like."""
-    by_name = np.array([bool(_COMMUNICATION_KERNEL.search(name)) for name in trace.names], bool)
+    by_name = np.array([bool(COMMUNICATION_KERNEL.search(name)) for name in trace.names], bool)
     return by_name[trace.slices.name] & (trace.slices.category == Category.KERNEL)
 
 
@@ -233,6 +249,9 @@ def _gpu_parts(
     return {
         "compute": where(compute_S),
         **waits.parts,
+        "p2p_backpressured": _joined(
+            [waits.parts.get("p2p_backpressured", nothing), _of_spans(spans, "p2p_backpressured")]
+        ),
         "collective": difference(collective, waiting),
         "p2p": where(message_S & ~matched_S),
         "copy": where(copy_S),

@@ -22,6 +22,8 @@ RENDEZVOUS_BYTES = 128 * 2**20
 _SHIFT_SLACK_NS = 10_000_000
 """Clocks that are set by NTP differ by less; a message that seems to arrive earlier than that is another one."""
 _MAX_SHIFT = 64
+_COMMON_NUMBERS = 0.8
+"""Of the sequence numbers that both ends should hold, the share that both must hold to be trusted."""
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -11,11 +11,11 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 
-def numbers(values: list[Any]) -> np.ndarray:
+def numbers(values: Sequence[Any]) -> np.ndarray:
     """float64; NaN for what is no number."""
     if set(map(type, values)) <= {int, float}:
         with suppress(OverflowError):
-            return np.array(values, np.float64)
+            return np.fromiter(values, np.float64, len(values))
     return np.array([_number(value) for value in values], np.float64)
 
 
@@ -34,25 +34,35 @@ def nanoseconds(microseconds: np.ndarray) -> np.ndarray:
     return whole.astype(np.int64) * 1000 + np.rint((microseconds - whole) * 1000).astype(np.int64)
 
 
-def integers(values: list[Any], low: int, high: int, dtype: DTypeLike = np.int64) -> np.ndarray:
+def integers(values: Sequence[Any], low: int, high: int, dtype: DTypeLike = np.int64) -> np.ndarray:
     """Whole numbers from `low` to `high`; -1 for any other value."""
     if set(map(type, values)) <= {int}:
         with suppress(OverflowError):
-            column = np.array(values, np.int64)
+            column = np.fromiter(values, np.int64, len(values))
             column[(column < low) | (column > high)] = -1
             return column.astype(dtype)
     return np.array([value if type(value) is int and low <= value <= high else -1 for value in values], dtype)
 
 
-def translated(values: list[Any], number: Callable[[Any], int], dtype: DTypeLike = np.int64) -> np.ndarray:
+class _Translation(dict[Any, int]):
+    """Asks `number` for each key once."""
+
+    def __init__(self, number: Callable[[Any], int]) -> None:
+        self._number = number
+
+    def __missing__(self, key: Any) -> int:
+        self[key] = number = self._number(key)
+        return number
+
+
+def translated(values: Sequence[Any], number: Callable[[Any], int], dtype: DTypeLike = np.int64) -> np.ndarray:
     """`number` of each value, called once for each that differs; lists and objects count as None."""
+    number_of = _Translation(number).__getitem__
     try:
-        distinct = set(values)
+        return np.fromiter(map(number_of, values), dtype, len(values))
     except TypeError:
         values = [None if isinstance(value, list | dict) else value for value in values]
-        distinct = set(values)
-    number_of = {value: number(value) for value in distinct}
-    return np.fromiter(map(number_of.__getitem__, values), dtype, len(values))
+        return np.fromiter(map(number_of, values), dtype, len(values))
 
 
 def identity(value: Any) -> int:

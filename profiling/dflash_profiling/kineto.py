@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -22,11 +22,11 @@ from dflash_profiling.slices import CATEGORIES, GPU_WORK, Category, Slices
 from dflash_profiling.trace_file import TraceError, events_of, load
 
 MAX_BYTES = 600 * 2**20
-"""Of JSON: the limit of `read_trace`, which takes about 7 times as much memory."""
+"""Of JSON: the limit of `read_trace`, which takes about 4 times as much memory."""
 _MAX_MALFORMED = 0.01
 _MAX_METADATA_CHARACTERS = 1 << 16
-_MAX_US = 4e15
-_MAX_DURATION_US = 1e15
+MAX_US = 4e15
+MAX_DURATION_US = 1e15
 _MAX_BASE_NS = 3 * 10**18
 """With these three every time is an int64."""
 _PROCESSES = 2
@@ -116,7 +116,10 @@ def _launch_delays(slices: Slices) -> LaunchDelays:
 
 
 def read_folder(folder: Path | str) -> list[Trace]:
-    """The traces of all ranks in a folder, ordered by rank: each rank's newest, where it has several."""
+    """The traces of all ranks in a folder, ordered by rank: each rank's newest, where it has several.
+
+    Larger ones are read by processes of their own, so a script needs its `if __name__ == "__main__":`.
+    """
     folder = Path(folder)
     paths = _newest(folder)
     try:
@@ -127,8 +130,8 @@ def read_folder(folder: Path | str) -> list[Trace]:
                 traces = list(pool.map(read_trace, paths))
     except BrokenProcessPool:
         raise TraceError(
-            f"{folder}: a process that read a trace was killed, most likely for want of memory: trace fewer steps, "
-            "or read the files one by one"
+            f"{folder} could not be read, as a process that read a trace of it died: trace fewer steps if memory is "
+            'short, and call this below `if __name__ == "__main__":` in a script'
         ) from None
     of_rank: dict[int | Path, Trace] = {}
     for trace in sorted(traces, key=lambda trace: _stamp(trace.path)):
@@ -165,7 +168,7 @@ def read_trace(path: Path | str, max_bytes: int = MAX_BYTES) -> Trace:
     `max_bytes`: more JSON than this is refused, before it fills the memory.
     """
     path = Path(path)
-    with _no_garbage_collection():
+    with no_garbage_collection():
         try:
             return _parse(path, *events_of(path, load(path, max_bytes)))
         except RecursionError:
@@ -177,7 +180,7 @@ def read_trace(path: Path | str, max_bytes: int = MAX_BYTES) -> Trace:
 
 
 @contextmanager
-def _no_garbage_collection() -> Iterator[None]:
+def no_garbage_collection() -> Iterator[None]:
     """Millions of small objects are made, none of them garbage: looking for it would take half of the time."""
     enabled = gc.isenabled()
     gc.disable()
@@ -200,7 +203,7 @@ def _parse(path: Path, events: list[Any], top: dict[str, Any]) -> Trace:
         raise TraceError(f"{path} holds no events: record it again, with the steps to trace inside the window")
     names, slices, args, negative = _slices(complete, base_ns or 0)
     skipped = len(events) - sum(type(phase) is str for phase in phases) + len(complete) - len(slices)
-    if skipped > _MAX_MALFORMED * len(events):
+    if not len(slices) or skipped > _MAX_MALFORMED * len(events):
         raise TraceError(
             f"{path} is damaged, {skipped} of its {len(events)} events are malformed: record the trace or copy the "
             "file again"
@@ -232,44 +235,49 @@ def _slices(complete: list[Event], base_ns: int) -> tuple[list[str], Slices, lis
         (e.get("ts"), e.get("dur"), e.get("name"), e.get("cat"), e.get("pid"), e.get("tid"), e.get("args"))
         for e in complete
     ]
-    start_us, duration_us = numbers([row[0] for row in rows]), numbers([row[1] for row in rows])
-    valid = (np.abs(start_us) <= _MAX_US) & (np.abs(duration_us) <= _MAX_DURATION_US)  # false for NaN
-    valid &= np.fromiter((type(row[2]) is str for row in rows), bool, len(rows))
+    columns = list(zip(*rows, strict=True))
+    start_us, duration_us = numbers(columns[0]), numbers(columns[1])
+    valid = (np.abs(start_us) <= MAX_US) & (np.abs(duration_us) <= MAX_DURATION_US)  # false for NaN
+    valid &= np.fromiter([type(name) is str for name in columns[2]], bool, len(rows))
+    if not valid.all():
+        columns = [tuple(compress(column, valid.tolist())) for column in columns]
     start_ns = base_ns + nanoseconds(start_us[valid])
     duration_ns = nanoseconds(duration_us[valid])
     end_ns = start_ns + np.maximum(duration_ns, 0)
     order = np.lexsort((-end_ns, start_ns))
-    start_ns, end_ns, order = start_ns[order], end_ns[order], np.flatnonzero(valid)[order]
-    rows = [rows[index] for index in order.tolist()]
-    args = [row[6] if type(row[6]) is dict else {} for row in rows]
-    names = list(dict.fromkeys([row[2] for row in rows]))
+    _, _, row_names, row_categories, processes, threads, all_args = columns
+    args = [arg if type(arg) is dict else {} for arg in all_args]
+    names = list(dict.fromkeys(row_names))
     index_of = {name: index for index, name in enumerate(names)}
-    category = translated([row[3] for row in rows], _category, np.uint8)
-    device, stream = _places(rows, args, category)
-    links = [(arg.get("correlation"), arg.get("External id", arg.get("external id"))) for arg in args]
+    category = translated(row_categories, _category, np.uint8)
+    device, stream = _places(args, processes, threads, category)
+    correlations = [arg.get("correlation", -1) for arg in args]
+    external_ids = [arg.get("External id", -1) for arg in args]
     slices = Slices(
-        start_ns=start_ns,
-        end_ns=end_ns,
-        category=category,
-        name=np.fromiter((index_of[row[2]] for row in rows), np.int32, len(rows)),
-        process=translated([row[4] for row in rows], identity),
-        thread=translated([row[5] for row in rows], identity),
-        device=device,
-        stream=stream,
-        correlation=integers([link[0] for link in links], 0, 2**62),
-        external_id=integers([link[1] for link in links], 0, 2**62),
+        start_ns=start_ns[order],
+        end_ns=end_ns[order],
+        category=category[order],
+        name=translated(row_names, index_of.__getitem__, np.int32)[order],
+        process=translated(processes, identity)[order],
+        thread=translated(threads, identity)[order],
+        device=device[order],
+        stream=stream[order],
+        correlation=integers(correlations, 0, 2**62)[order],
+        external_id=integers(external_ids, 0, 2**62)[order],
     )
-    return names, slices, args, int((duration_ns < 0).sum())
+    return names, slices, [args[index] for index in order.tolist()], int((duration_ns < 0).sum())
 
 
-def _places(rows: list[tuple[Any, ...]], args: list[Event], category: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _places(
+    args: list[Event], processes: Sequence[Any], threads: Sequence[Any], category: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """Device and stream of what is on a GPU, where kineto makes them the process and the thread."""
-    device, stream = np.full(len(rows), -1, np.int16), np.full(len(rows), -1, np.int32)
-    on_gpu = np.flatnonzero(np.isin(category, (*GPU_WORK, Category.GPU_USER_ANNOTATION, Category.SYNC)))
-    pairs = [(rows[index], args[index]) for index in on_gpu.tolist()]
-    device[on_gpu] = integers([arg.get("device", row[4]) for row, arg in pairs], 0, 2**15 - 1)
-    stream[on_gpu] = integers([arg.get("stream", row[5]) for row, arg in pairs], 0, 2**31 - 1)
-    unnamed = [index for index in np.flatnonzero(category == Category.SYNC).tolist() if "stream" not in args[index]]
+    device, stream = np.full(len(args), -1, np.int16), np.full(len(args), -1, np.int32)
+    on_gpu = np.isin(category, (*GPU_WORK, Category.GPU_USER_ANNOTATION, Category.SYNC))
+    rows = np.flatnonzero(on_gpu).tolist()
+    device[on_gpu] = integers([args[row].get("device", processes[row]) for row in rows], 0, 2**15 - 1)
+    stream[on_gpu] = integers([args[row].get("stream", threads[row]) for row in rows], 0, 2**31 - 1)
+    unnamed = [row for row in np.flatnonzero(category == Category.SYNC).tolist() if "stream" not in args[row]]
     stream[unnamed] = -1  # of a wait the thread is shifted
     return device, stream
 
@@ -297,9 +305,9 @@ def _place(path: Path, metadata: dict[str, Any]) -> tuple[int | None, int | None
 def _memory(events: list[Event], base_ns: int) -> MemoryEvents:
     events = [event for event in events if event.get("name") == "[memory]"]
     time_us = numbers([event.get("ts") for event in events])
-    valid = np.abs(time_us) <= _MAX_US
+    valid = np.abs(time_us) <= MAX_US
     time_ns = base_ns + nanoseconds(time_us[valid])
-    all_args = [event.get("args") for event in compress(events, valid)]
+    all_args = [event.get("args") for event in compress(events, valid.tolist())]
     args = [arg if type(arg) is dict else {} for arg in all_args]
     order = np.argsort(time_ns, kind="stable")
     columns = (
@@ -317,7 +325,7 @@ def _window(instants: list[Event], base_ns: int) -> tuple[int, int] | None:
     for prefix, choose in (("Iteration Start", min), ("Record Window End", max)):
         times_us = [event.get("ts") for event in instants if str(event.get("name")).startswith(prefix)]
         column = numbers(times_us)
-        column = column[np.abs(column) <= _MAX_US]
+        column = column[np.abs(column) <= MAX_US]
         if not len(column):
             return None
         moments.append(base_ns + int(choose(nanoseconds(column))))

@@ -62,7 +62,11 @@ def test_other_targets_train_export_and_evaluate(make: Maker, kind: str) -> None
     folder = config.parent / "runs" / "run"
     for name in ("config.yaml", "environment.json", "metrics.jsonl", "tb", "checkpoints", "export"):
         assert (folder / name).exists(), name
-    assert not (folder / "profile").exists()
+    streams = sorted(path.relative_to(folder).as_posix() for path in (folder / "profile").rglob("*.*"))
+    assert streams == [f"profile/stream/rank{rank}.jsonl" for rank in range(3)]
+    for name in streams:
+        lines = [json.loads(line) for line in (folder / name).read_text(encoding="utf-8").splitlines()]
+        assert lines and all(line["wakeup_ms"] >= 0 for line in lines), name
     done = dflash("eval", "--run", str(folder), "--json", "--max-new-tokens", "8")
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout)
@@ -82,8 +86,9 @@ def test_traces_of_every_rank_do_not_harm_the_run(make: Maker, topo: str) -> Non
         "rank1": {"load", "anchors", "receive", "draft_forward", "loss", "backward", "all_reduce", "optimizer"},
     }
     for path in Path(config.parent, "runs/traced/profile").glob("rank[01].*"):
-        events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
-        spans = {event["name"] for event in events if event.get("cat") == "user_annotation"}
+        trace = json.loads(gzip.decompress(path.read_bytes()))
+        assert (trace["topology"], trace["gpu"]) == (topo, None) and trace["versions"]["torch"] == torch.__version__
+        spans = {event["name"] for event in trace["traceEvents"] if event.get("cat") == "user_annotation"}
         assert loops[path.name.split(".")[0]] <= spans, path.name
     train(config, topo, "plain")
     assert [row["loss"] for row in metrics(config, "traced")] == [row["loss"] for row in metrics(config, "plain")]

@@ -160,6 +160,7 @@ EVENT = {"ph": "X", "cat": "cpu_op", "name": "a", "pid": 1, "tid": 1, "ts": 5, "
         ({"schema": "1.1.1", "nodes": []}, "FILE is an execution trace"),
         ([[-1, 1, 37888, 7]], "FILE is a memory timeline"),
         ({"traceEvents": [EVENT] * 98 + [{**EVENT, "dur": None}] * 2}, "FILE is damaged, 2 of its 100 events"),
+        ({"traceEvents": [{"ph": "s"}] * 999 + [{"ph": "X"}]}, "FILE is damaged, 1 of its 1000 events"),
         ({"traceEvents": [EVENT, 7]}, "FILE is damaged, 1 of its 2 events"),
         ({"traceEvents": [EVENT, {"name": "a"}]}, "FILE is damaged, 1 of its 2 events"),
     ],

@@ -19,11 +19,12 @@ POINTS = 600
 MAX_STREAM_BYTES = 64 * 2**20
 MAX_CURVES = 8
 KNOWN = {
-    "gpu_util": ("GPU utilisation", "%"), "power_w": ("power", "W"), "sm_clock_mhz": ("SM clock", "MHz"),
-    "memory_gib": ("memory used", "GiB"), "temperature_c": ("temperature", "°C"), "cpu_util": ("CPU", "%"),
-    "wakeup_overshoot_ms": ("late wake-up", "ms"),
+    "gpu_util": ("GPU utilisation", "%"), "power_w": ("power", "W"), "sm_mhz": ("SM clock", "MHz"),
+    "memory_used_bytes": ("GPU memory used", "GiB"), "temperature_c": ("GPU temperature", "°C"),
+    "wakeup_max_ms": ("latest wake-up of a millisecond's sleep", "ms"), "cpu_cores": ("the process's cores", "cores"),
+    "gc_ms": ("collections of garbage", "ms"),
 }  # fmt: skip
-"""Title and unit of a stream's keys; those two that come first are always drawn first."""
+"""Titles and units of a stream's keys, in the order in which they are drawn, before any others."""
 _NO_CURVES = ("time_s", "step", "rank")
 WIDTH, HEIGHT = 600, 120
 
@@ -122,7 +123,9 @@ def _stream(rows: Sequence[dict[str, Any]]) -> list[Curve]:
     for key in keys:
         values = np.array([_number(row.get(key)) for row, _ in timed])
         if key not in _NO_CURVES and (~np.isnan(values)).sum() > 1 and len(curves) < MAX_CURVES:
-            title, unit = KNOWN.get(key, (key.replace("_", " "), ""))
+            title, unit = KNOWN.get(key, (key.removesuffix("_bytes").replace("_", " "), ""))
+            if key.endswith("_bytes"):
+                values, unit = values / 2**30, "GiB"
             curves.append(Curve(title, unit, time_s - time_s[0], {"": values}))
     return curves
 
