@@ -92,7 +92,7 @@ class WhatIf:
 
 @dataclass(frozen=True)
 class Wait:
-    """A rank that waits longer in B, and the rank of the other role whose work grew."""
+    """A rank that waits longer in B, and the rank of the other role of which a part grew."""
 
     waiting: Pair
     part: Item
@@ -329,7 +329,7 @@ def _what_if(item: Item, bottleneck: Pair, pairs: Sequence[Pair], throughput: Th
 
 
 def _waits_of(pair: Pair, pairs: Sequence[Pair]) -> list[Wait]:
-    """Waits of the pair that grew by about as much as the work of a rank of the other role did."""
+    """Waits of the pair that grew, where a part of a rank of the other role grew by at least half of that."""
     waits = []
     for part in pair.items.get("parts", []):
         waiting, other = CAUSES.get(part.name, (None, None))
@@ -340,7 +340,7 @@ def _waits_of(pair: Pair, pairs: Sequence[Pair]) -> list[Wait]:
             for cause in pairs
             if cause.role == other
             for item in cause.items.get("parts", [])
-            if item.name == "compute" and item.change_ns >= part.change_ns / 2
+            if not item.waits and item.name != "p2p_transfer" and item.change_ns >= part.change_ns / 2
         ]
         if grown:
             item, cause = max(grown, key=lambda found: found[0].change_ns)

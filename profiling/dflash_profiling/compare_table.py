@@ -121,7 +121,7 @@ def _waiting(found: Comparison) -> list[str]:
     lines = []
     for wait in found.waits:
         more = f"{_ms(wait.part.change_ns):.2f} ms a step more ({wait.part.name.replace('_', ' ')})"
-        whose = f"whose {wait.grown.name} grew by {_ms(wait.grown.change_ns):.2f} ms"
+        whose = f"whose {wait.grown.name.replace('_', ' ')} grew by {_ms(wait.grown.change_ns):.2f} ms"
         lines.append(f"{_title(wait.waiting)} waits {more}: for {_title(wait.cause)}, {whose}")
     return lines
 

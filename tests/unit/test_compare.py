@@ -11,14 +11,17 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+import dflash_dist.cli
+from dflash_dist.errors import UserError
 from dflash_profiling import cli
 from dflash_profiling.analysis import analyze_ranks
 from dflash_profiling.compare import Comparison, Pair, compare
 from dflash_profiling.compare_table import as_json, as_text
-from dflash_profiling.kineto import read_folder
+from dflash_profiling.kineto import read_folder, read_trace
 from dflash_profiling.throughput import find_throughput
 from dflash_profiling.trace_file import TraceError
 from tests.synthetic_traces import BASE_NS, SyntheticRank
+from tests.unit.test_kineto import TRACES
 
 MATMUL, ATTENTION, FALLBACK = "nvjet_sm90_tst_192x192", "flash_fwd_kernel", "chunk_gated_delta_rule_fwd"
 MS = 1_000_000
@@ -202,6 +205,41 @@ def test_a_target_backpressured_by_a_slower_drafter(tmp_path: Path) -> None:
     (wait,) = found.waits
     assert (wait.waiting.rank, wait.part.name, wait.cause.rank) == (0, "p2p_backpressured", 1)
     assert what_if(found, "parts", "compute")["step_ms"] == 61  # not limited by the target's 51
+
+
+def test_a_drafter_starved_by_a_target_that_loads(tmp_path: Path) -> None:
+    """As after the data set grew."""
+    worlds = [pipeline(80, 60), pipeline(80, 60)]
+    worlds[1] = [
+        worker({}, {"load": 40, "forward": 80, "send": 1}, 0, "target", 4, gpu=False),
+        worker({}, {"receive": 60, "draft_forward": 60, "all_reduce": 1}, 1, "drafter", 4, gpu=False),
+    ]
+    found = compared(tmp_path, *worlds)
+    assert "rank 1, drafter waits 40.00 ms a step more (p2p starved): for rank 0, target, whose data grew" in as_text(
+        found
+    )
+    assert what_if(found, "parts", "data")["step_ms"] == 81
+    assert found.bottleneck.role == "target" and what_if(found, "spans", "load")["share_of_change"] == 1
+
+
+def test_the_trainer_has_the_command_and_refuses_in_one_sentence(tmp_path: Path) -> None:
+    folder = written(tmp_path / "a", [worker({MATMUL: 4})])
+    same = CliRunner().invoke(dflash_dist.cli.app, ["profile", "compare", str(folder), str(folder)])
+    assert "rank 0, drafter: 4.00 -> 4.00 ms a step, 3 and 3 steps: nothing changed by 0.01 ms or more" in same.output
+    refused = CliRunner().invoke(dflash_dist.cli.app, ["profile", "compare", str(folder), str(tmp_path / "none")])
+    assert isinstance(refused.exception, UserError) and "none is no folder" in str(refused.exception)
+
+
+def test_every_public_trace_is_as_itself(tmp_path: Path) -> None:
+    for path in TRACES:
+        try:
+            ranks = analyze_ranks([read_trace(path)])
+        except TraceError:
+            continue
+        found = compare(ranks, ranks)
+        assert not found.what_ifs and not found.waits and found.bottleneck.change_ns == 0
+        assert "nothing changed" in as_text(found)
+        assert sum(ranks[0].host_by_span_ns.values()) == ranks[0].split.window_ns
 
 
 def test_a_wait_that_nobody_elses_work_explains_blames_nobody(tmp_path: Path) -> None:
