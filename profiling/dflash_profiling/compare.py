@@ -185,6 +185,10 @@ def named(ranks: Iterable[int | None]) -> str:
     return f"rank{'s' * (len(numbers) > 1)} {text}"
 
 
+def _mean(ranks: Sequence[RankAnalysis]) -> str:
+    return "the mean of " * (len(ranks) > 1) + named(rank.rank for rank in ranks)
+
+
 def _matched(before: Sequence[RankAnalysis], after: Sequence[RankAnalysis], notes: list[str]) -> list[_Group]:
     """The ranks that both have in one role; the mean of the role where none of it is in both."""
     groups: list[_Group] = []
@@ -196,10 +200,7 @@ def _matched(before: Sequence[RankAnalysis], after: Sequence[RankAnalysis], note
             continue
         both = {rank.rank for rank in here} & {rank.rank for rank in there} - {None}
         if not both:
-            notes.append(
-                f"{title} have no rank in common: the mean of {named(r.rank for r in here)} of A is compared "
-                f"with that of {named(r.rank for r in there)} of B"
-            )
+            notes.append(f"{title} have no rank in common: {_mean(here)} of A is compared with {_mean(there)} of B")
             groups.append((here, there, False))
             continue
         for side, ranks in (("A", here), ("B", there)):
@@ -332,8 +333,10 @@ def _waits_of(pair: Pair, pairs: Sequence[Pair]) -> list[Wait]:
     """Waits of the pair that grew, where a part of a rank of the other role grew by at least half of that."""
     waits = []
     for part in pair.items.get("parts", []):
-        waiting, other = CAUSES.get(part.name, (None, None))
-        if waiting != pair.role or part.change_ns < NOTEWORTHY * pair.step_before_ns:
+        if part.name not in CAUSES or part.change_ns < NOTEWORTHY * pair.step_before_ns:
+            continue
+        waiting, other = CAUSES[part.name]
+        if waiting != pair.role:
             continue
         grown = [
             (item, cause)

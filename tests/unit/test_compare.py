@@ -249,6 +249,15 @@ def test_a_wait_that_nobody_elses_work_explains_blames_nobody(tmp_path: Path) ->
     assert changes(found.pairs[1], "parts") == {"p2p_starved": 40} and not found.waits
 
 
+@pytest.mark.parametrize("role", [None, "trainer"])
+def test_ranks_without_our_roles_wait_for_nobody_in_particular(tmp_path: Path, role: str | None) -> None:
+    before, after = pipeline(80, 99), pipeline(179, 99)
+    for rank in (*before, *after):
+        rank.role = role
+    found = compared(tmp_path, before, after)
+    assert changes(found.pairs[1], "parts") == {"p2p_starved": 80} and not found.waits
+
+
 def test_a_target_that_waits_for_a_slot_with_an_idle_gpu_is_backpressured(tmp_path: Path) -> None:
     ranks = [[worker({MATMUL: 4}, {"forward": 4, "wait_slot": wait}, role="target")] for wait in (1, 6)]
     found = compared(tmp_path, *ranks)
@@ -264,7 +273,7 @@ def test_roles_are_means_where_topologies_differ(tmp_path: Path) -> None:
     text = as_text(found)
     assert "the topologies differ: A has target ranks 0, 1, 2 and drafter rank 3, B has target ranks 0, 1, 2, 3" in text
     assert "rank 3 (target) left out, in B alone" in text
-    assert "the drafters have no rank in common: the mean of rank 3 of A" in text
+    assert "the drafters have no rank in common: rank 3 of A is compared with the mean of ranks 4, 5 of B" in text
     assert [(pair.rank, pair.ranks_before, pair.ranks_after) for pair in found.pairs] == [
         (0, (0,), (0,)), (1, (1,), (1,)), (2, (2,), (2,)), (None, (3,), (4, 5)),
     ]  # fmt: skip
