@@ -199,6 +199,33 @@ def test_a_drafter_starved_by_a_slower_target(tmp_path: Path) -> None:
     assert "p2p starved (new) (waiting)" in text and "compute; the drafter is next" in text
 
 
+def messages(target_ms: int, drafter_ms: int, steps: int = 4) -> list[SyntheticRank]:
+    """The same over NCCL: each step the target computes and sends, the drafter receives and computes."""
+    target, drafter = SyntheticRank(0, 2, "target"), SyntheticRank(1, 2, "drafter")
+    start = BASE_NS + MS
+    for step in range(1, steps + 1):
+        sent = start + target_ms * MS
+        received = sent + MS
+        end = received + drafter_ms * MS
+        target.kernel(MATMUL, start, sent)
+        target.message("send", 1, sent, received, sequence=step)
+        drafter.message("recv", 0, start, received, sequence=step)
+        drafter.kernel(ATTENTION, received, end)
+        for rank in (target, drafter):
+            rank.span(f"ProfilerStep#{step}", start, end)
+        start = end
+    return [target, drafter]
+
+
+def test_a_drafter_starved_over_nccl(tmp_path: Path) -> None:
+    found = compared(tmp_path, messages(10, 20), messages(30, 20))
+    (wait,) = found.waits
+    assert (wait.waiting.rank, wait.part.name, wait.cause.rank, wait.grown.name) == (1, "p2p_starved", 0, "compute")
+    assert changes(found.pairs[1], "parts") == {"p2p_starved": 20} and changes(found.pairs[1], "kernels") == {}
+    assert changes(found.pairs[0], "kernels") == {MATMUL: 20}
+    assert found.bottleneck.role == "target" and what_if(found, "kernels", MATMUL)["step_ms"] == 31
+
+
 def test_a_target_backpressured_by_a_slower_drafter(tmp_path: Path) -> None:
     found = compared(tmp_path, pipeline(50, 60), pipeline(50, 90))
     assert (found.bottleneck.role, found.bottleneck_before) == ("drafter", "drafter")
