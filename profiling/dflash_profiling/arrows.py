@@ -12,7 +12,7 @@ import numpy as np
 
 from dflash_profiling.columns import identity
 from dflash_profiling.kineto import Event, Trace
-from dflash_profiling.tracks import Numbering, Track, lanes_of, tracks_of
+from dflash_profiling.tracks import Numbering, Track, devices_of, lanes_of, tracks_of
 
 
 class End(NamedTuple):
@@ -50,7 +50,8 @@ class RankMap:
     def __init__(self, trace: Trace, place: int, numbers: Iterator[int]) -> None:
         self.trace, self.place = trace, place
         self.numbering = Numbering(trace, place, numbers)
-        self._tracks, self._track = tracks_of(trace)
+        self.devices = devices_of(trace)
+        self._tracks, self._track = tracks_of(trace, self.devices)
         self._lane = lanes_of(trace, self._track)
         self._known = set(self._tracks)
         self._moved: dict[tuple[Track, int, int, str], list[int]] = defaultdict(list)
@@ -130,26 +131,23 @@ class Arrows:
         self._ends.setdefault(key, ([], []))[event["ph"] == "f"].append((time_ns, event))
 
     def pairs(self, rank_map: RankMap) -> tuple[list[Arrow], int]:
-        """The arrows of which both ends lie in slices, and how many ends have no part in any.
+        """The arrows of which both ends lie in slices, and the number of those of which one does not.
 
-        A graph is launched once and has many kernels: each has an arrow of its own, as a viewer ends one at its first
-        head.
+        Tails or heads alone are no arrows: kineto gives one to each call that brings nothing to the GPU. A graph is
+        launched once and has many kernels: each has an arrow of its own, as a viewer ends one at its first head.
         """
         arrows, loose = [], 0
         for (category, name, _), (tails, heads) in self._ends.items():
             located_tails = [rank_map.locate(event, time_ns) for time_ns, event in tails]
             found_tails = sorted((end for end in located_tails if end is not None), key=lambda end: end.time_ns)
             times = [end.time_ns for end in found_tails]
-            used = set()
             for time_ns, event in heads:
                 head = rank_map.locate(event, time_ns) if found_tails else None
                 if head is None:
-                    loose += 1
+                    loose += bool(tails)
                     continue
                 tail = max(bisect_right(times, time_ns) - 1, 0)  # the launch of before, or later by another clock
-                used.add(tail)
                 arrows.append(Arrow(category, name, found_tails[tail], head))
-            loose += len(tails) - len(used)
         return arrows, loose
 
 

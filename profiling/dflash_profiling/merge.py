@@ -17,9 +17,8 @@ from dflash_profiling import kineto
 from dflash_profiling.arrows import Arrow, Arrows, RankMap
 from dflash_profiling.clock import align, match_p2p
 from dflash_profiling.kineto import MAX_DURATION_US, MAX_US, Event, Trace
-from dflash_profiling.slices import CATEGORIES
 from dflash_profiling.trace_file import TraceError, events_of, load
-from dflash_profiling.tracks import ON_GPU
+from dflash_profiling.tracks import is_on_gpu
 
 FILE_NAME = "merged.json.gz"
 """Beside the traces that it is of; no reader takes it for one of them."""
@@ -27,7 +26,6 @@ _CHUNK = 10_000
 _SECOND_NS = 10**9
 _LINKS = ("correlation", "External id", "external id", "wait_on_cuda_event_record_corr_id")
 _RANK_BITS = 32
-_GPU_CATEGORIES = {name for name, category in CATEGORIES.items() if category in ON_GPU}
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,7 @@ class Merged:
     left_out: int
     """Events that are malformed, or far from all slices of their rank."""
     loose_arrows: int
-    """Within a rank, with an end missing or in no slice: they are left out."""
+    """Within a rank, of which an end lies in no slice: they are left out."""
 
     def warnings(self) -> list[str]:
         """A line for each thing to know before believing the picture."""
@@ -55,7 +53,9 @@ class Merged:
         if self.left_out:
             lines.append(f"{self.left_out} events are left out: malformed, or more than 1 s away from all others")
         if self.loose_arrows:
-            lines.append(f"{self.loose_arrows} arrows within ranks are left out: an end is missing or lies in no slice")
+            lines.append(
+                f"{self.loose_arrows} arrows within ranks are left out: the tail is missing, or an end lies in no slice"
+            )
         return lines
 
 
@@ -246,7 +246,7 @@ class _Rewrite:
             self._left_out += 1
             return None
         end_ns = start_ns + max(0, _nanoseconds(duration))
-        on_gpu = str(event.get("cat")).lower() in _GPU_CATEGORIES
+        on_gpu = is_on_gpu(event, self.map.devices)
         lane = self.map.lane(event, on_gpu, start_ns, end_ns)
         process, thread = self.map.numbering.of_event(event, on_gpu, lane)
         event.update(pid=process, tid=thread, ts=(start_ns + self.shift_ns) / 1000, dur=(end_ns - start_ns) / 1000)

@@ -10,10 +10,11 @@ import numpy as np
 
 from dflash_profiling.columns import identity
 from dflash_profiling.kineto import Event, Trace
-from dflash_profiling.slices import GPU_WORK, Category
+from dflash_profiling.slices import CATEGORIES, GPU_WORK, Category
 
-ON_GPU = (*GPU_WORK, Category.GPU_USER_ANNOTATION, Category.SYNC)
-_ON_HOST = (Category.CPU_OP, Category.USER_ANNOTATION, Category.RUNTIME, Category.PYTHON)
+_ON_GPU = (*GPU_WORK, Category.GPU_USER_ANNOTATION, Category.SYNC)
+_GPU_CATEGORIES = {name for name, category in CATEGORIES.items() if category in _ON_GPU}
+_ON_HOST = (Category.CPU_OP, Category.RUNTIME, Category.PYTHON)
 _MAX_LANES = 50
 
 
@@ -31,10 +32,22 @@ def title(trace: Trace) -> str:
     return f"{name}, {trace.role}" if trace.role else name
 
 
-def tracks_of(trace: Trace) -> tuple[list[Track], np.ndarray]:
+def devices_of(trace: Trace) -> frozenset[int]:
+    """The processes that are GPUs alone: whatever is in them is on the GPU, in which category ever."""
+    slices = trace.slices
+    gpus, hosts = (np.unique(slices.process[np.isin(slices.category, some)]) for some in (_ON_GPU, _ON_HOST))
+    return frozenset(np.setdiff1d(gpus, hosts).tolist())
+
+
+def is_on_gpu(event: Event, devices: frozenset[int]) -> bool:
+    """Of a complete event, as in `tracks_of`."""
+    return str(event.get("cat")).lower() in _GPU_CATEGORIES or identity(event.get("pid")) in devices
+
+
+def tracks_of(trace: Trace, devices: frozenset[int]) -> tuple[list[Track], np.ndarray]:
     """All tracks with slices, and each slice's index among them."""
     slices = trace.slices
-    on_gpu = np.isin(slices.category, ON_GPU)
+    on_gpu = np.isin(slices.category, _ON_GPU) | np.isin(slices.process, list(devices))
     rows = np.stack([slices.process, on_gpu.astype(np.int64), slices.thread], axis=1)
     distinct, inverse = np.unique(rows, axis=0, return_inverse=True)
     return [Track(p, bool(gpu), t) for p, gpu, t in distinct.tolist()], inverse.reshape(-1)
@@ -129,21 +142,24 @@ class Numbering:
 
     def _is_host(self, key: tuple[int, bool]) -> bool:
         slices = self.trace.slices
-        return not key[1] and bool(np.isin(slices.category[slices.process == key[0]], _ON_HOST).any())
+        kinds = (*_ON_HOST, Category.USER_ANNOTATION)
+        return not key[1] and bool(np.isin(slices.category[slices.process == key[0]], kinds).any())
 
     def _process_name(self, key: tuple[int, bool], raw: Any, one_of_many: bool) -> str:
         if key[1]:
             return f"GPU {raw}"
         if self._is_host(key):
             return f"host, process {raw}" if one_of_many else "host"
-        return "profiler's overhead" if raw == -1 else str(raw) if isinstance(raw, str) else f"process {raw}"
+        if raw == -1:
+            return "profiler's overhead"
+        return f"process {raw}" if not isinstance(raw, str) else raw or "others"
 
     def _thread_name(self, track: Track, lane: int, raw: Any) -> str:
         name = self.trace.threads.get((track.process, track.thread))
         if track.on_gpu:
             name = name if name and "stream" in name else f"stream {raw}"
         elif not name:
-            name = raw if isinstance(raw, str) else f"thread {raw}"
+            name = (raw or "others") if isinstance(raw, str) else f"thread {raw}"
         if lane == 0:
             return name
         what = "receives" if lane < 0 else "overlapping"
