@@ -7,7 +7,6 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,6 +15,8 @@ import typer
 from dflash_dist.errors import RunFailed, UserError
 from dflash_dist.installed import import_problem
 from dflash_dist.streams import DataStream, LastingStream, open_closed_streams
+from dflash_profiling.cli import app as profiling
+from dflash_profiling.trace_file import TraceError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -278,6 +279,7 @@ def export(
 
 
 profile = typer.Typer(no_args_is_help=True, help="Find out where the time goes.")
+profile.registered_commands += profiling.registered_commands
 app.add_typer(profile, name="profile")
 
 
@@ -313,88 +315,6 @@ def profile_run(
     raise SystemExit(profile_command(config, topology, steps, run, device, overrides or []))
 
 
-@profile.command(name="analyze")
-def profile_analyze(
-    folder: Annotated[Path, typer.Argument(help="Folder of a run's traces, or one trace.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    report: Annotated[Path | None, typer.Option("--report", help="Where to write the page.")] = None,
-    no_report: Annotated[bool, typer.Option("--no-report", help="Write no page.")] = False,
-) -> None:
-    """Say what each rank's time goes to, and draw it.
-
-    The shares add up to 100 %. Of several traces of a rank the newest is read. The page is FOLDER/report.html; of one
-    trace there is one only with --report.
-    """
-    from dflash_profiling import cli
-
-    with _trace_errors():
-        cli.analyze(folder, as_json, report, no_report)
-
-
-@profile.command(name="merge")
-def profile_merge(
-    folder: Annotated[Path, typer.Argument(help="Folder of a run's traces.")],
-    out: Annotated[Path | None, typer.Option("--out", help="File to write; FOLDER/merged.json.gz by default.")] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it exists.")] = False,
-) -> None:
-    """Write all ranks' traces as one, for ui.perfetto.dev.
-
-    On one clock, with an arrow from each send to its receive. Of several traces of a rank the newest is taken.
-    """
-    from dflash_profiling import cli
-
-    with _trace_errors():
-        cli.merge(folder, out, overwrite)
-
-
-@profile.command(name="tensorboard")
-def profile_tensorboard(
-    folder: Annotated[Path, typer.Argument(help="Folder with traces in it or in folders below it.")],
-    port: Annotated[
-        int | None, typer.Option("--port", min=0, max=65535, help="0: any free one; the first from 6006 on by default.")
-    ] = None,
-) -> None:
-    """Show traces in TensorBoard until Ctrl-C.
-
-    By the plugin torch-tb-profiler. Prints the address.
-    """
-    from dflash_profiling import cli
-
-    with _trace_errors():
-        cli.tensorboard(folder, port)
-
-
-@contextlib.contextmanager
-def _trace_errors() -> Iterator[None]:
-    """What the profiling package refuses is a user's error here."""
-    from dflash_profiling.trace_file import TraceError
-
-    try:
-        yield
-    except TraceError as error:
-        raise UserError(str(error)) from None
-
-
-@profile.command(name="compare")
-def profile_compare(
-    before: Annotated[Path, typer.Argument(metavar="A", help="Folder of traces, or of a run with its profile/.")],
-    after: Annotated[Path, typer.Argument(metavar="B", help="The same of another window or run.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
-    """Say what takes longer in B than in A.
-
-    And what each thing did to the speed.
-
-    Times are those of a step. The speed is that of metrics.jsonl, where the folder lies in a run's.
-    """
-    from dflash_profiling import cli, trace_file
-
-    try:
-        cli.compare(before, after, as_json)
-    except trace_file.TraceError as error:
-        raise UserError(str(error)) from None
-
-
 def _json_object(option: str, text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
@@ -427,6 +347,8 @@ def _run() -> None:
             sys.stdout.flush()  # here, where its failure is told
     except (UserError, RunFailed) as error:
         _fail(error, 2 if isinstance(error, UserError) else 1)
+    except TraceError as error:
+        _fail(UserError(str(error)), 2)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         raise SystemExit(130) from None

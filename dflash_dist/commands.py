@@ -31,7 +31,6 @@ from dflash_dist.topology import Topology, check_devices, parse_topology
 from dflash_dist.train.inputs import resolve_inputs
 from dflash_dist.train.launch import export_checkpoint
 from dflash_dist.train.launch import train as run_train
-from dflash_dist.train.metrics import tensorboard_command
 from dflash_dist.train.run_folder import CONFIG, run_config, run_store
 from dflash_dist.train.window import ask_window
 
@@ -204,8 +203,8 @@ def profile_command(
     if code == 0:
         folder = Path(settings.runs_dir) / name / "profile"
         print(
-            "open a trace at https://ui.perfetto.dev, or all of them, with torch-tb-profiler installed, by: "
-            f"{tensorboard_command(folder)}",
+            f"where the time goes: dflash-dist profile analyze {folder}; all ranks as one trace: dflash-dist profile "
+            f"merge {folder}",
             file=sys.stderr,
         )
         print(folder)
