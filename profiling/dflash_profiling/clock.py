@@ -202,9 +202,8 @@ def _pair_up(sends: list[Communication], receives: list[Communication]) -> list[
         first, last = max(min(send_of), min(receive_of)), min(max(send_of), max(receive_of))
         common = sorted(send_of.keys() & receive_of.keys())
         either = [number for number in send_of.keys() | receive_of.keys() if first <= number <= last]
-        if common and len(common) >= 0.8 * len(
-            either
-        ):  # in a group of more than two, the ends count other messages too
+        # In a group of more than two, the ends count other messages too.
+        if common and len(common) >= _COMMON_NUMBERS * len(either):
             return [(send_of[number], receive_of[number]) for number in common]
     shift = _shift(sends, receives)
     return list(zip(sends[max(0, -shift) :], receives[max(0, shift) :], strict=False))

@@ -17,8 +17,6 @@ WAITS = ("p2p_starved", "p2p_backpressured", "collective_wait", "p2p")
 """Parts that another rank may cause. `p2p` is those messages of which the other end was not traced."""
 CAUSES = {"p2p_starved": ("drafter", "target"), "p2p_backpressured": ("target", "drafter")}
 """By the part: which role waits, and for which."""
-ADDS_UP = ("parts", "spans")
-"""Each divides the whole step; `compute_by_span` and `families` divide its part `compute`. Kernels divide nothing."""
 NOTEWORTHY = Fraction(1, 100)
 """Of a step: a change that is less is no finding."""
 

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from dflash_profiling.board import ask_all_views
 from dflash_profiling.merge import merge_folder
 from dflash_profiling.record import TraceWindow, span
 from tests.conftest import ROOT
+from tests.interop.plugin import ask_all_views
 from tests.synthetic_traces import SyntheticRank, messages_world
 
 pytest.importorskip("torch_tb_profiler", reason="the extra `interop` is not installed")
