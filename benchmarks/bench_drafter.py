@@ -12,6 +12,7 @@ second, peak memory, and the host's time until the step is queued, over the whol
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import statistics
@@ -177,6 +178,7 @@ def measure(
             loss = step()
         wait()
         if cuda:
+            gc.collect()  # what was measured before may hold itself
             torch.cuda.reset_peak_memory_stats()
         whole_s, host_s = [], []
         for _ in range(REPEATS):

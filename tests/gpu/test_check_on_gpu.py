@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -100,11 +101,16 @@ def test_a_kernel_with_wrong_values_is_found(name: str) -> None:
     assert finding.level == "error" and "gives other values than torch" in finding.detail
 
 
+def with_folder(folder: Path) -> dict[str, str]:
+    """The environment of a process that looks for packages in `folder` first."""
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))}
+
+
 def test_a_kernel_that_breaks_the_device_is_named_and_this_process_goes_on(tmp_path: Path) -> None:
     breaking = "def causal_conv1d_fn(x, *a, **b):\n    x[0, 0][x[0, 0].long() + 10**6].sum().item()\n"
     (tmp_path / "causal_conv1d.py").write_text(breaking)
     names = ["causal_conv1d_fn", "packed_attention"]
-    outcomes = try_kernels(names, Shapes(), MODELLING, {"PYTHONPATH": str(tmp_path)})
+    outcomes = try_kernels(names, Shapes(), MODELLING, with_folder(tmp_path))
     assert isinstance(outcomes["causal_conv1d_fn"], Failure) and not outcomes["causal_conv1d_fn"].untried
     assert outcomes["packed_attention"] == Failure("the trial of causal_conv1d_fn ended all", untried=True)
     assert torch.ones(4, device="cuda").sum().item() == 4
@@ -114,7 +120,7 @@ def test_memory_that_is_short_says_nothing_of_a_kernel(tmp_path: Path) -> None:
     (tmp_path / "causal_conv1d.py").write_text(
         "import torch\ndef causal_conv1d_fn(*a, **b): torch.empty(2**50, device='cuda')\n"
     )
-    outcome = try_kernels(["causal_conv1d_fn"], Shapes(), MODELLING, {"PYTHONPATH": str(tmp_path)})["causal_conv1d_fn"]
+    outcome = try_kernels(["causal_conv1d_fn"], Shapes(), MODELLING, with_folder(tmp_path))["causal_conv1d_fn"]
     assert isinstance(outcome, Failure) and outcome.untried and "OutOfMemoryError" in outcome.reason
 
 

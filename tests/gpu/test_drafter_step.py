@@ -111,6 +111,17 @@ def test_gradients_are_as_near_to_float64_as_those_of_plain_bf16(
     assert abs(ours[0] - exact[0]) <= 2e-3 * exact[0]
 
 
+@pytest.mark.parametrize("group", [ANCHORS, 32])
+def test_layers_that_are_run_again_give_the_same_gradient(group: int) -> None:
+    drafter = DFlashDrafter(SHAPE, attention="flex")
+    drafter.init_weights(0)
+    drafter.cuda()
+    kept = gradient_of(drafter, Objective(), group, "cuda", torch.bfloat16)
+    drafter.activation_checkpointing = True
+    again = gradient_of(drafter, Objective(), group, "cuda", torch.bfloat16)
+    assert (again - kept).norm() <= 1e-5 * kept.norm()
+
+
 def test_steps_of_changing_lengths_wait_for_nothing_and_compile_nothing() -> None:
     """Training and validation, of batches with one, two and three groups of anchors, and of fillers."""
     from torch._dynamo.utils import counters
