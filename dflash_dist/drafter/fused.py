@@ -73,6 +73,12 @@ def norm_rotate(x_Pnd: Tensor, weight_d: Tensor, eps: float, cos_Pd: Tensor, sin
 
 
 @fused
+def inner_product(x: Tensor, y: Tensor) -> Tensor:
+    """The inner products over the last dimension, in fp32 at least."""
+    return (_wide(x) * _wide(y)).sum(-1)
+
+
+@fused
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up."""
     return (F.silu(_wide(gate)) * up).to(gate.dtype)

@@ -2,8 +2,8 @@
 
 A product's backward pass adds to the master's fp32 `.grad` within the matrix product itself: no gradient is rounded to
 the compute type, and none is written only to be read, cast and added. So a hook on the master sees none, and
-`torch.autograd.grad` gives none. Where there is no `.grad` yet, as with FSDP, the gradient is returned to autograd, in
-the master's type.
+`torch.autograd.grad` gives none. Where there is no `.grad` yet, the product is written to the master's
+`gradient_place`; where it has none either, as with FSDP, it is returned to autograd, in the master's type.
 
 Shape suffixes: P rows, I inputs and O outputs of a product.
 """
@@ -28,8 +28,10 @@ class Linear(nn.Module):
         super().__init__()
         self.in_features = inputs
         self.weight = nn.Parameter(torch.empty(outputs, inputs))  # drawn or loaded by the whole model
-        self._keep_cast = False
-        self._cast: Tensor | None = None
+        self.keep_cast = False
+        """Whether `cast` stays from pass to pass: who changes the weight past autograd's count must change it, too."""
+        self.cast: Tensor | None = None
+        self._version = 0
 
     def forward(self, x: Tensor, norm: RMSNorm | None = None, *others: Linear) -> Any:
         """[..., O] for [..., I].
@@ -48,25 +50,27 @@ class Linear(nn.Module):
         """[O, I]: the weight in the type of the computation."""
         device = self.weight.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.weight.dtype
-        if self._cast is None or self._cast.dtype != dtype:
-            cast_OI = self.weight.detach().to(dtype)
-            if not self._keep_cast or torch.is_inference_mode_enabled():
-                return cast_OI
-            self._cast = cast_OI
-        return self._cast
+        if dtype == self.weight.dtype:
+            return self.weight.detach()
+        if self.cast is not None and self.cast.dtype == dtype and self._version == self.weight._version:
+            return self.cast
+        cast_OI = self.weight.detach().to(dtype)
+        if self.keep_cast and not torch.is_inference_mode_enabled():
+            self.cast, self._version = cast_OI, self.weight._version
+        return cast_OI
 
 
 @contextlib.contextmanager
 def casting_once(model: nn.Module) -> Iterator[None]:
     """For passes between which no weight changes, nor is gathered anew: each is cast once."""
-    products = [module for module in model.modules() if isinstance(module, Linear)]
+    products = [module for module in model.modules() if isinstance(module, Linear) and not module.keep_cast]
     for product in products:
-        product._keep_cast = True
+        product.keep_cast = True
     try:
         yield
     finally:
         for product in products:
-            product._keep_cast, product._cast = False, None
+            product.keep_cast, product.cast = False, None
 
 
 def gated_product(gate_PI: Tensor, up_PI: Tensor, down: Linear) -> Tensor:
@@ -135,15 +139,21 @@ class _GatedProduct(torch.autograd.Function):
 
 
 def _add_to_gradient(master_OI: Tensor, gradient: Tensor, x: Tensor) -> Tensor | None:
-    """Adds to the master's gradient, if it has one, else returns what belongs there."""
+    """Adds to the master's gradient or begins it in its place; without either returns what belongs there."""
     gradient_OP, x_PI = gradient.flatten(0, -2).t(), x.flatten(0, -2)
-    total_OI, dtype = master_OI.grad, master_OI.dtype
-    if gradient.dtype == dtype:
-        product = gradient_OP @ x_PI if total_OI is None else total_OI.addmm_(gradient_OP, x_PI)
-    elif not gradient.is_cuda:
-        product = (gradient_OP @ x_PI).to(dtype) if total_OI is None else total_OI.add_(gradient_OP @ x_PI)
-    elif total_OI is None:
-        product = torch.mm(gradient_OP, x_PI, out_dtype=dtype)
+    wide: Any = {"out_dtype": master_OI.dtype} if gradient.is_cuda and gradient.dtype != master_OI.dtype else {}
+    total_OI = master_OI.grad
+    place_OI: Any = getattr(master_OI, "gradient_place", None)
+    if total_OI is None and place_OI is None:
+        return torch.mm(gradient_OP, x_PI, **wide).to(master_OI.dtype)
+    if total_OI is None:
+        master_OI.grad = place_OI
+        if wide or gradient.dtype == master_OI.dtype:
+            torch.mm(gradient_OP, x_PI, **wide, out=place_OI)
+        else:
+            place_OI.copy_(gradient_OP @ x_PI)
+    elif wide or gradient.dtype == master_OI.dtype:
+        torch.addmm(total_OI, gradient_OP, x_PI, **wide, out=total_OI)
     else:
-        product = torch.addmm(total_OI, gradient_OP, x_PI, out_dtype=dtype, out=total_OI)
-    return product if total_OI is None else None
+        total_OI.add_(gradient_OP @ x_PI)
+    return None

@@ -54,7 +54,15 @@ class DenseMask(NamedTuple):
     """bool: queries that see nothing, whose output is set to zero."""
 
 
-Mask = DenseMask | BlockMask | None
+class FlexMask(NamedTuple):
+    """A mask for flex attention, and for the backward pass in `attention_kernels`."""
+
+    blocks: BlockMask
+    ends_4Q: Tensor
+    """int32: first and end of what each query sees of the context, and of its block."""
+
+
+Mask = DenseMask | FlexMask | None
 """None: every key is visible."""
 
 
@@ -83,7 +91,7 @@ def visibility(kind: LayerKind, layout: BlockLayout) -> Rule:
 
 
 def build_masks(config: DrafterConfig, attention: Literal["dense", "flex"], layout: BlockLayout) -> list[Mask]:
-    """One mask a layer, DenseMask or BlockMask; layers of one kind share theirs."""
+    """One mask a layer, DenseMask or FlexMask; layers of one kind share theirs."""
     build = _flex_mask if attention == "flex" else _dense_mask
     kinds = _layer_kinds(config)
     masks: dict[LayerKind, Mask] = {kind: build(kind, layout) for kind in dict.fromkeys(kinds)}
@@ -119,39 +127,47 @@ def _dense_mask(kind: LayerKind, layout: BlockLayout) -> DenseMask:
     return DenseMask(visible_QS | padding_Q[:, None], padding_Q)
 
 
-def _flex_mask(kind: LayerKind, layout: BlockLayout) -> BlockMask:
+def _flex_mask(kind: LayerKind, layout: BlockLayout) -> FlexMask:
     """The mask's tiles from the ends of what each query sees: the Q x S pairs are never looked at."""
-    some_IJ, all_IJ = _tiles(kind, layout)
-    queries = layout.anchors_A.shape[0] * layout.block_size
-    return BlockMask.from_kv_blocks(
+    ends_4Q = _ends(kind, layout)
+    queries = ends_4Q.shape[1]
+    some_IJ, all_IJ = _tiles(ends_4Q, layout.context + queries)
+    blocks = BlockMask.from_kv_blocks(
         *_ordered(some_IJ & ~all_IJ),
         *_ordered(all_IJ),
         BLOCK_SIZE=TILE,
         mask_mod=visibility(kind, layout),
         seq_lengths=(queries, layout.context + queries),
     )
+    return FlexMask(blocks, ends_4Q.int())
 
 
-def _tiles(kind: LayerKind, layout: BlockLayout) -> tuple[Tensor, Tensor]:
-    """bool [I, J] each: the tiles in which some pair may be visible, and those in which all are."""
+def _ends(kind: LayerKind, layout: BlockLayout) -> Tensor:
+    """int64 [4, Q]: first and end of the context that each query sees, and of its block; all 0 for padding."""
     block_size, anchors_A, keep_A, starts_A, context = layout
-    queries = anchors_A.shape[0] * block_size
-    query_Q = torch.arange(queries, device=anchors_A.device)
+    query_Q = torch.arange(anchors_A.shape[0] * block_size, device=anchors_A.device)
     block_Q, offset_Q = query_Q // block_size, query_Q % block_size
-    begin_Q, end_Q, keep_Q1 = starts_A[block_Q], anchors_A[block_Q], keep_A[block_Q, None]
+    begin_Q, end_Q = starts_A[block_Q], anchors_A[block_Q]
     if kind.window is not None:
         begin_Q = torch.maximum(begin_Q, end_Q + offset_Q - (kind.window - 1))
     own_begin_Q = context + block_Q * block_size
     own_end_Q = own_begin_Q + (offset_Q + 1 if kind.causal else block_size)
-    first_J = torch.arange(0, context + queries, TILE, device=anchors_A.device)
+    return torch.stack([begin_Q, end_Q, own_begin_Q, own_end_Q]) * keep_A[block_Q]
+
+
+def _tiles(ends_4Q: Tensor, keys: int) -> tuple[Tensor, Tensor]:
+    """bool [I, J] each: the tiles in which some pair may be visible, and those in which all are."""
+    begin_Q1, end_Q1, own_begin_Q1, own_end_Q1 = ends_4Q[..., None]
+    first_J = torch.arange(0, keys, TILE, device=ends_4Q.device)
     last_J = first_J + TILE
 
-    def meets(begin_Q: Tensor, end_Q: Tensor) -> Tensor:
-        return torch.maximum(begin_Q[:, None], first_J) < torch.minimum(end_Q[:, None], last_J)
+    def meets(begin_Q1: Tensor, end_Q1: Tensor) -> Tensor:
+        return torch.maximum(begin_Q1, first_J) < torch.minimum(end_Q1, last_J)
 
-    some_QJ = (meets(begin_Q, end_Q) | meets(own_begin_Q, own_end_Q)) & keep_Q1
-    all_QJ = (begin_Q[:, None] <= first_J) & (last_J <= end_Q[:, None]) & keep_Q1
-    some_QJ, all_QJ = (F.pad(x_QJ, (0, 0, 0, -queries % TILE), value=False) for x_QJ in (some_QJ, all_QJ))
+    some_QJ = meets(begin_Q1, end_Q1) | meets(own_begin_Q1, own_end_Q1)
+    all_QJ = (begin_Q1 <= first_J) & (last_J <= end_Q1)
+    rest = -ends_4Q.shape[1] % TILE
+    some_QJ, all_QJ = (F.pad(x_QJ, (0, 0, 0, rest), value=False) for x_QJ in (some_QJ, all_QJ))
     return some_QJ.unflatten(0, (-1, TILE)).any(1), all_QJ.unflatten(0, (-1, TILE)).all(1)
 
 

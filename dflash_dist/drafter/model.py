@@ -3,39 +3,32 @@
 Parameters are fp32; the caller wraps calls in `torch.autocast` for bf16. Norms and RoPE are computed in fp32 at least.
 
 Shape suffixes: A blocks, B block size, M = B - 1 masked offsets, T context tokens, Q = A * B queries, S = T + Q keys,
-H hidden size, F = K * H features of K taps, n query heads, m key-value heads, d head size, P positions of any shape.
+R rows of which others are made, H hidden size, F = K * H features of K taps, n query heads, m key-value heads, d head
+size, P positions of any shape.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from dflash_dist.drafter.anchors import BlockTensors
+from dflash_dist.drafter.attention import attend
 from dflash_dist.drafter.config import DrafterConfig
-from dflash_dist.drafter.fused import RMSNorm, compile_once
+from dflash_dist.drafter.fused import RMSNorm
 from dflash_dist.drafter.linear import Linear, gated_product
 from dflash_dist.drafter.mask import BlockLayout, Mask, build_masks
 
-FLEX_OPTIONS: Any = {"BACKEND": "TRITON"}
-"""Never the kernel for decoding, which torch takes below 128 queries and does not always have."""
-FLEX_OPTIONS_OF_HOPPER: Any = FLEX_OPTIONS | {
-    "fwd_BLOCK_M": 64, "fwd_BLOCK_N": 64, "fwd_num_warps": 4, "fwd_num_stages": 3, "bwd_BLOCK_M1": 64,
-    "bwd_BLOCK_N1": 64, "bwd_BLOCK_M2": 64, "bwd_BLOCK_N2": 64, "bwd_num_warps": 4, "bwd_num_stages": 2,
-}  # fmt: skip
-"""For heads of 128 on an H200: 10 % less time forward and 4 % less backward than by torch's own choice."""
 KeyValue = tuple[Tensor, Tensor]
 """Keys (normed and rotated) and values of the context in one layer, each [T, m, d]."""
 
-Wanted = Callable[[Tensor], Tensor]
-"""Takes from rows of all block tokens those whose output is asked for."""
+Rows = Callable[[Tensor], Tensor]
+"""Makes rows of other rows: of those that differ those of all block tokens, or of all those that are asked for."""
 
 
 class Attention(nn.Module):
@@ -61,15 +54,18 @@ class Attention(nn.Module):
         return self.k_norm.rotated(key_Tmd, rope), value_Tmd
 
     def forward(
-        self, x_QH: Tensor, norm: RMSNorm, rope: KeyValue, context: KeyValue, mask: Mask, wanted: Wanted
+        self, x_RH: Tensor, norm: RMSNorm, rope: KeyValue, context: KeyValue, mask: Mask, spread: Rows, wanted: Rows
     ) -> Tensor:
-        """[.., H] attention output of the wanted block tokens; the states of all are still to be normed."""
-        query_QK, key_QK, value_QK = self.q_proj(x_QH, norm, self.k_proj, self.v_proj)
+        """[.., H] attention output of the wanted block tokens.
+
+        `x_RH`: states that are still to be normed, of which `spread` makes those of all block tokens.
+        """
+        query_QK, key_QK, value_QK = map(spread, self.q_proj(x_RH, norm, self.k_proj, self.v_proj))
         query_Qnd = self.q_norm.rotated(query_QK.unflatten(-1, (-1, self.head_dim)), rope)
         key_Qmd, value_Qmd = self._key_value(key_QK, value_QK, rope)
         key_Smd = torch.cat([context[0], key_Qmd])
         value_Smd = torch.cat([context[1], value_Qmd])
-        return self.o_proj(wanted(_attend(query_Qnd, key_Smd, value_Smd, mask).flatten(1)))
+        return self.o_proj(wanted(attend(query_Qnd, key_Smd, value_Smd, mask).flatten(1)))
 
 
 class MLP(nn.Module):
@@ -97,10 +93,12 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, hidden_QH: Tensor, rope: KeyValue, context: KeyValue, mask: Mask, wanted: Wanted) -> Tensor:
-        """[.., H] residual stream after the layer, of the wanted tokens."""
-        attended = self.self_attn(hidden_QH, self.input_layernorm, rope, context, mask, wanted)
-        hidden = wanted(hidden_QH) + attended
+    def forward(
+        self, hidden_RH: Tensor, rope: KeyValue, context: KeyValue, mask: Mask, spread: Rows, wanted: Rows
+    ) -> Tensor:
+        """[.., H] residual stream after the layer, of the wanted tokens; `spread` makes its rows of those given."""
+        attended = self.self_attn(hidden_RH, self.input_layernorm, rope, context, mask, spread, wanted)
+        hidden = wanted(spread(hidden_RH)) + attended
         return hidden + self.mlp(hidden, self.post_attention_layernorm)
 
 
@@ -176,19 +174,23 @@ class DFlashDrafter(nn.Module):
     ) -> Tensor:
         """[A, M, H] normed output of the masked offsets, all but each block's first, ready for the target's head.
 
-        `embeddings_ABH`: the target's, of the block ids.
+        `embeddings_ABH`: the target's, of the block ids: an anchor's, then that of the mask token, the same everywhere.
         """
-        hidden_QH = embeddings_ABH.to(self._input_dtype(embeddings_ABH)).flatten(0, 1)
+        block_size = embeddings_ABH.shape[1]
+        # What differs: the anchors, and one mask token. The first layer computes its queries, keys and values of these.
+        hidden = torch.cat([embeddings_ABH[:, 0], embeddings_ABH[:1, 1]]).to(self._input_dtype(embeddings_ABH))
+        spread: list[Rows] = [_all] * len(self.layers)
+        spread[0] = functools.partial(_spread, block_size)
         rope = rope_tables(positions_AB.flatten(), self.config, self.fc.weight.dtype)
         # Of the last layer the anchors' output would not be read, only their keys and values.
-        wanted: list[Wanted] = [_all] * len(self.layers)
-        wanted[-1] = functools.partial(_masked, embeddings_ABH.shape[1])
-        for layer, *inputs in zip(self._layers(), context, masks, wanted, strict=True):
+        wanted: list[Rows] = [_all] * len(self.layers)
+        wanted[-1] = functools.partial(_masked, block_size)
+        for layer, *inputs in zip(self._layers(), context, masks, spread, wanted, strict=True):
             if self.activation_checkpointing and torch.is_grad_enabled():
-                hidden_QH = checkpoint(layer, hidden_QH, rope, *inputs, use_reentrant=False)
+                hidden = checkpoint(layer, hidden, rope, *inputs, use_reentrant=False)
             else:
-                hidden_QH = layer(hidden_QH, rope, *inputs)
-        return self.norm(hidden_QH.unflatten(0, (len(embeddings_ABH), -1)))  # no view: FSDP hooks the output
+                hidden = layer(hidden, rope, *inputs)
+        return self.norm(hidden.unflatten(0, (len(embeddings_ABH), -1)))  # no view: FSDP hooks the output
 
     def _layers(self) -> list[Layer]:
         return [cast(Layer, layer) for layer in self.layers]
@@ -210,25 +212,12 @@ def _all(x_Qx: Tensor) -> Tensor:
     return x_Qx
 
 
+def _spread(block_size: int, x_Rx: Tensor) -> Tensor:
+    """The rows of all block tokens from those of the anchors and, last, of the mask token."""
+    anchors_A1x, mask_x = x_Rx[:-1, None], x_Rx[-1]
+    return torch.cat([anchors_A1x, mask_x.expand(len(anchors_A1x), block_size - 1, -1)], 1).flatten(0, 1)
+
+
 def _masked(block_size: int, x_Qx: Tensor) -> Tensor:
     """The rows of the masked offsets."""
     return x_Qx.unflatten(0, (-1, block_size))[:, 1:].flatten(0, 1)
-
-
-def _attend(query_Qnd: Tensor, key_Smd: Tensor, value_Smd: Tensor, mask: Mask) -> Tensor:
-    """[Q, n, d] attention; queries that see nothing get zeros."""
-    query, key, value = (x.transpose(0, 1)[None] for x in (query_Qnd, key_Smd, value_Smd))
-    if isinstance(mask, BlockMask):
-        hopper = query.is_cuda and query.shape[-1] == 128 and torch.cuda.get_device_capability(query.device)[0] == 9
-        options = FLEX_OPTIONS_OF_HOPPER if hopper else FLEX_OPTIONS
-        flex = _flex_attention(query.is_cuda)
-        return flex(query, key, value, block_mask=mask, enable_gqa=True, kernel_options=options)[0].transpose(0, 1)
-    visible_QS = None if mask is None else mask.visible_QS
-    out_Qnd = F.scaled_dot_product_attention(query, key, value, visible_QS, enable_gqa=True)[0].transpose(0, 1)
-    return out_Qnd if mask is None else out_Qnd.masked_fill(mask.padding_Q[:, None, None], 0.0)
-
-
-@functools.cache
-def _flex_attention(compiled: bool) -> Any:
-    """Compiled once for the process; as it is where there is no GPU, for tests."""
-    return compile_once(flex_attention, dynamic=False) if compiled else flex_attention

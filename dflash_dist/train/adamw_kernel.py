@@ -19,6 +19,7 @@ def adamw_(
     parameters: Sequence[Tensor],
     averages: Sequence[Tensor],
     squares: Sequence[Tensor],
+    casts: Sequence[Tensor | None],
     count: Tensor,
     *,
     divisor: Tensor,
@@ -30,11 +31,11 @@ def adamw_(
 ) -> None:
     """Steps fp32 parameters by `.grad` / `divisor`; `averages` and `squares` are the first and second moments.
 
-    `count`, `divisor`, `skip`: fp32 scalars on the device. `count` is of the steps with this one; where `skip` is not
-    0, nothing changes.
+    `casts`: a copy of each parameter in another type, to be changed with it, or None. `count`, `divisor`, `skip`: fp32
+    scalars on the device. `count` is of the steps with this one; where `skip` is not 0, nothing changes.
     """
     correction = torch.stack([1 - beta ** count.double() for beta in betas])
-    for parameter, average, square in zip(parameters, averages, squares, strict=True):
+    for parameter, average, square, cast in zip(parameters, averages, squares, casts, strict=True):
         assert parameter.grad is not None
         size = parameter.numel()
         _adamw_kernel[triton.cdiv(size, BLOCK),](
@@ -42,6 +43,7 @@ def adamw_(
             parameter.grad,
             average,
             square,
+            parameter if cast is None else cast,
             correction,
             divisor,
             skip,
@@ -51,6 +53,7 @@ def adamw_(
             betas[1],
             eps,
             decay,
+            WITH_CAST=cast is not None,
             BLOCK=BLOCK,
             num_warps=8,
         )
@@ -62,6 +65,7 @@ def _adamw_kernel(
     gradients,
     averages,
     squares,
+    casts,
     correction,
     divisor,
     skip,
@@ -71,6 +75,7 @@ def _adamw_kernel(
     beta_2,
     eps,
     decay,
+    WITH_CAST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -82,6 +87,9 @@ def _adamw_kernel(
     parameter = tl.load(parameters + place, mask=inside, other=0.0) * (1 - rate * decay)
     step = rate / tl.load(correction).to(tl.float32)
     deviation = tl.sqrt(square) / tl.sqrt(tl.load(correction + 1).to(tl.float32)) + eps
-    tl.store(parameters + place, parameter - step * average / deviation, mask=inside)
+    parameter -= step * average / deviation
+    tl.store(parameters + place, parameter, mask=inside)
+    if WITH_CAST:
+        tl.store(casts + place, parameter.to(casts.dtype.element_ty), mask=inside)
     tl.store(averages + place, average, mask=inside)
     tl.store(squares + place, square, mask=inside)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -49,6 +49,14 @@ class Gradients(Protocol):
         """fp32 scalar: the norm of the whole gradient, alike on all ranks."""
 
 
+class Bucket(NamedTuple):
+    """Gradients that are summed over ranks together."""
+
+    part: Tensor
+    """Of the flat gradient."""
+    masters: list[Tensor]
+
+
 class ReplicatedGradients:
     """The whole gradient on every rank, summed by all-reduces that overlap the backward pass of the last batch.
 
@@ -60,32 +68,39 @@ class ReplicatedGradients:
         self._group = group
         self.masters: list[Tensor] = list(parameters)
         self.flat = flat_gradient(self.masters)
-        self._buckets: list[Tensor] = []
-        self._sizes: list[int] = []
+        self._matrices = [master for master in self.masters if master.dim() > 1]
+        self._vector_gradients = [m.grad for m in self.masters if m.dim() == 1 and m.grad is not None]
+        for master in self._matrices:
+            master.gradient_place = master.grad  # type: ignore[attr-defined]
+        self._buckets: list[Bucket] = []
         self._nodes: list[Any] = []
-        self._overlapping = False
         if group is not None:
             self._cut_buckets(parameters)
-        self.zero()
+        self._overlapping = False
+        self._begin()
 
     def _cut_buckets(self, parameters: Sequence[nn.Parameter]) -> None:
-        begin = end = count = 0
-        for parameter in parameters:
+        begin = end = first = 0
+        for number, parameter in enumerate(parameters, 1):
             # The node behind the parameter, since a product may have added to the gradient by itself: autograd comes
             # here when all have run, and brings none. Kept, or the next graph would have another.
             node: Any = parameter.view_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
             node.register_hook(functools.partial(self._complete, len(self._buckets)))
             self._nodes.append(node)
-            end, count = end + parameter.numel(), count + 1
+            end += parameter.numel()
             if (end - begin) * self.flat.itemsize >= BUCKET_BYTES or end == len(self.flat):
-                self._buckets.append(self.flat[begin:end])
-                self._sizes.append(count)
-                begin, count = end, 0
+                self._buckets.append(Bucket(self.flat[begin:end], self.masters[first:number]))
+                begin, first = end, number
 
     def zero(self) -> None:
-        """See Gradients."""
-        self.flat.zero_()
-        self._missing = list(self._sizes)
+        """See Gradients. A matrix's place keeps what it holds until the step's first product overwrites it."""
+        for master in self._matrices:
+            master.grad = None
+        torch._foreach_zero_(self._vector_gradients)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._missing = [len(bucket.masters) for bucket in self._buckets]
         self._own_sums: list[Tensor] = []
         self._works: list[Any] = []
 
@@ -105,6 +120,7 @@ class ReplicatedGradients:
 
     def own_is_finite(self) -> Tensor:
         """See Gradients."""
+        self._settle(self.masters)
         own_sum = torch.stack(self._own_sums).sum() if self._own_sums else self.flat.sum()
         return own_sum.isfinite().float()
 
@@ -116,7 +132,18 @@ class ReplicatedGradients:
 
     def norm(self) -> Tensor:
         """See Gradients."""
+        self._settle(self.masters)
         return torch.linalg.vector_norm(self.flat)
+
+    def _settle(self, masters: Sequence[Tensor]) -> None:
+        """Puts in its place what autograd put elsewhere, and 0 where the step gave nothing."""
+        for master in masters:
+            place: Any = getattr(master, "gradient_place", master.grad)
+            if master.grad is None:
+                place.zero_()
+            elif master.grad is not place:
+                place.copy_(master.grad)
+            master.grad = place
 
     def _complete(self, bucket: int, *gradients: Any) -> None:
         """Takes note that a backward pass has given one more gradient of a bucket."""
@@ -130,9 +157,10 @@ class ReplicatedGradients:
             self._start_next()
 
     def _start_next(self) -> None:
-        bucket = self._buckets[len(self._works)]
-        self._own_sums.append(bucket.sum())  # before the other ranks' gradients come in
-        self._works.append(dist.all_reduce(bucket, group=self._group, async_op=True))
+        part, masters = self._buckets[len(self._works)]
+        self._settle(masters)
+        self._own_sums.append(part.sum())  # before the other ranks' gradients come in
+        self._works.append(dist.all_reduce(part, group=self._group, async_op=True))
 
 
 class ShardedGradients:

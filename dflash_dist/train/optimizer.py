@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dflash_dist.config import TrainConfig
+from dflash_dist.drafter.linear import Linear
 from dflash_dist.drafter.model import DFlashDrafter
 from dflash_dist.train.gradients import Gradients, ReplicatedGradients, ShardedGradients, as_sharded
 
@@ -39,6 +40,11 @@ class Optimizer:
             weight_decay=settings.weight_decay,
             fused=True,
         )
+        self._products: dict[Tensor, Linear] = {}
+        if self._gradients.flat.is_cuda and not shards:
+            self._products = {module.weight: module for module in model.modules() if isinstance(module, Linear)}
+            for product in self._products.values():
+                product.keep_cast = True  # our kernel writes it
         self._update_nothing()
 
     def learning_rate(self, step: int) -> float:
@@ -98,6 +104,7 @@ class Optimizer:
             self._gradients.masters,
             [state["exp_avg"] for state in states],
             [state["exp_avg_sq"] for state in states],
+            [self._products[m].cast if m in self._products else None for m in self._gradients.masters],
             states[0]["step"],
             divisor=divisor,
             skip=skip,

@@ -168,3 +168,6 @@ def test_steps_of_changing_lengths_wait_for_nothing_and_compile_nothing() -> Non
         step(number)
     assert counters["stats"]["unique_graphs"] == graphs > 0
     assert all(parameter.isfinite().all() for parameter in drafter.parameters())
+    products = [module for module in drafter.modules() if isinstance(module, linear.Linear)]
+    for product in products:
+        assert product.cast is not None and torch.equal(product.cast, product.weight.bfloat16())

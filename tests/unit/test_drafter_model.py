@@ -101,7 +101,8 @@ def test_nothing_leaks_from_the_anchor_on_from_other_documents_or_other_blocks(c
         anchor = int(blocks.anchors_A[row])
         hidden = (numbers != numbers[anchor]) | (torch.arange(len(numbers)) >= anchor)
         other_features = torch.where(hidden[:, None], torch.randn_like(features) * 50, features)
-        other_embeddings = torch.randn_like(embeddings)
+        other_embeddings = embeddings.clone()  # offsets but the first hold the mask token everywhere
+        other_embeddings[:, 0] = torch.randn_like(embeddings[:, 0])
         other_embeddings[row] = embeddings[row]
         again = training_output(drafter, other_features, positions, blocks, other_embeddings)
         torch.testing.assert_close(again[row], out[row], rtol=0, atol=1e-6)
@@ -118,9 +119,9 @@ def test_offsets_see_later_ones_exactly_where_not_causal():
         drafter = random_drafter(config)
         features, positions, _, blocks, embeddings = inputs(config, LENGTHS)
         out = training_output(drafter, features, positions, blocks, embeddings)
-        embeddings = embeddings.clone()
-        embeddings[:, 3] += 1
-        again = training_output(drafter, features, positions, blocks, embeddings)
+        moved_AB = blocks.positions_AB.clone()  # all masked offsets hold one token; they differ in where they stand
+        moved_AB[:, 3] += 7
+        again = training_output(drafter, features, positions, blocks._replace(positions_AB=moved_AB), embeddings)
         same = (again[:, :2] - out[:, :2]).abs().amax((1, 2)) < 1e-6
         assert bool(same[blocks.keep_A].all()) == causal
         assert bool(same[blocks.keep_A].any()) == causal

@@ -44,9 +44,9 @@ def test_flex_rule_equals_the_definition_for_every_pair(shape):
     config = drafter_config(llama_config(), **SHAPES[shape])
     queries, keys = len(ANCHORS) * 4, len(DOCUMENTS) + len(ANCHORS) * 4
     for layer, mask in enumerate(build_masks(config, "flex", layout())):
-        assert mask.seq_lengths == (queries, keys)
+        assert mask.blocks.seq_lengths == (queries, keys)
         zero = torch.zeros(1, 1, dtype=torch.int64)
-        visible = mask.mask_mod(zero, zero, torch.arange(queries)[:, None], torch.arange(keys)[None]).tolist()
+        visible = mask.blocks.mask_mod(zero, zero, torch.arange(queries)[:, None], torch.arange(keys)[None]).tolist()
         for query in range(queries):
             for key in range(keys):
                 expected = sees(config.to_json(), layer, query, key, ANCHORS, KEEP, DOCUMENTS)
@@ -74,7 +74,7 @@ def test_flex_tiles_are_those_in_which_some_pair_or_every_pair_is_visible(
     keep = torch.rand(blocks, generator=generator) < 0.9
     layout = BlockLayout(block_size, anchors, keep, starts, int(ends[-1]) + padding)
     queries = blocks * block_size
-    ours = _flex_mask(kind, layout)
+    ours = _flex_mask(kind, layout).blocks
     theirs = create_block_mask(ours.mask_mod, None, None, queries, layout.context + queries, device="cpu")
     for name in ("kv", "full_kv", "q", "full_q"):
         numbers, places = (
