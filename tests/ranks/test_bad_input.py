@@ -122,8 +122,8 @@ def test_a_broken_row_is_skipped_and_its_line_named(make: Maker) -> None:
     chats = config.parent / "chats.jsonl"
     lines = chats.read_text().splitlines()
     chats.write_text("\n".join([*lines[:4], '{"messages": [', *lines[4:]]) + "\n")
-    done = dflash("prepare", "--config", str(config))
-    assert done.returncode == 0 and "chats.jsonl:5" in done.stderr
+    code, _, err = run_here("prepare", "--config", str(config))
+    assert code == 0 and "chats.jsonl:5" in err
 
 
 def test_a_target_too_large_is_refused_with_the_sum(make: Maker, tmp_path: Path) -> None:
@@ -242,7 +242,7 @@ def test_a_full_disk_at_a_checkpoint(make: Maker) -> None:
         "import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); sys.argv = ['dflash-dist', *sys.argv[1:]];"
         "runpy.run_module('dflash_dist', run_name='__main__')"
     )
-    dflash("prepare", "--config", str(config))
+    assert run_here("prepare", "--config", str(config))[0] == 0
     arguments = ["train", "--config", str(config), "--topo", "x1", "--run", "run"]
     done = subprocess.run([sys.executable, "-c", limited, *arguments], capture_output=True, text=True, check=False)
     assert done.returncode == 2, done.stderr

@@ -85,9 +85,9 @@ def test_a_table_of_random_weights_needs_no_weights_no_data_and_no_tokenizer(pat
     (bare / "config.json").write_bytes((Path(load_config(path).target.model) / "config.json").read_bytes())
     changes = [f"target.model={bare}", "data.sources=[nowhere.jsonl]", "drafter.mask_token_id=null"]
     budgets = ["--budget", "64", "--budget", "128"]
-    done = dflash("probe", "--config", str(path), "--random-weights", *budgets, "--device", "cpu", *changes)
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    code, out, err = run_here("probe", "--config", str(path), "--random-weights", *budgets, "--device", "cpu", *changes)
+    assert code == 0, err
+    lines = out.splitlines()
     assert lines[3].split() == ["shape", "tokens", "us/token", "Ktok/s", "TFLOP/s", "MFU", "peak", "GiB"]
     table = lines[4 : lines.index("", 4)]
     assert [line.split()[:2] for line in table if line[0] in "12"][:3] == [
