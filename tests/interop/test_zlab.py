@@ -1,15 +1,8 @@
 """z-lab's own package loads our export, and decodes as we do."""
 
-import json
-
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from dflash_dist.cli import app
-from dflash_dist.data.chat import prompt_ids
-from dflash_dist.evaluate.acceptance import stop_ids, summarise
-from dflash_dist.evaluate.run import bundled_prompts, read_prompts
 from dflash_dist.evaluate.speculate import block_logits, extend_context, plain_decode, speculative_decode
 from dflash_dist.export.plain import export_plain, load_drafter
 from tests.interop import zlab
@@ -34,17 +27,6 @@ LAYOUTS = {
     "causal": {"is_causal": True},
 }
 PROMPT = [5, 17, 80, 3, 41, 9, 66, 2, 30, 11]
-# Near what the overfitted drafter has learnt, so that it is right at times.
-NEAR = (
-    "Write me a poem about the sea.",
-    "Write a poem about the ocean.",
-    "Explain how to boil an egg.",
-    "Explain how to boil an egg, in a few steps.",
-    "What is 12 times 9?",
-    "What is 12 times 8? Explain.",
-    "Write a Python function that returns the factorial of a number.",
-    "Write a Python function that computes the factorial of n.",
-)
 
 
 @pytest.fixture(params=LAYOUTS)
@@ -82,45 +64,3 @@ def test_generation_and_acceptance_lengths_agree(make_config, exported):
     drafted = speculative_decode(target, ours, ends_of(target), PROMPT, 30, ())
     assert drafted.ids == generation.ids == plain_decode(target, PROMPT, 30, ()).ids
     assert drafted.cycles == generation.cycles
-
-
-def zlab_figures(target, folder, prompts, new_tokens):
-    """Their generations and what we count of them."""
-    theirs, stops = zlab.load(folder), stop_ids(target)
-    generations = [zlab.generate(theirs, target, ids, new_tokens, stops) for ids in prompts]
-    return generations, summarise(generations, generations, theirs.block_size, greedy=True)
-
-
-@pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated")
-def test_tau_on_twenty_prompts_of_the_real_target_equals_ours(overfitted, overfitted_folder, smollm2_tokenizer):
-    target, ours, new_tokens = overfitted.target, load_drafter(overfitted_folder), 24
-    chats = [[{"role": "user", "content": text}] for text in NEAR] + read_prompts(bundled_prompts())[::5][:8]
-    prompts = overfitted.prompts + [prompt_ids(smollm2_tokenizer, chat, {}) for chat in chats]
-    stops = stop_ids(target)
-    plain = [plain_decode(target, ids, new_tokens, stops) for ids in prompts]
-    drafted = [speculative_decode(target, ours, overfitted.ends, ids, new_tokens, stops) for ids in prompts]
-    generations, expected = zlab_figures(target, overfitted_folder, prompts, new_tokens)
-    assert [g.ids for g in drafted] == [g.ids for g in generations] == [g.ids for g in plain]
-    figures = summarise(plain, drafted, ours.config.block_size, greedy=True)
-    assert figures["prompts"] == figures["greedy_equal"] == 20
-    assert figures["tau_pooled"] == pytest.approx(expected["tau_pooled"], rel=0.01)
-    assert figures["tau_macro"] == pytest.approx(expected["tau_macro"], rel=0.01)
-    # Neither all drafts nor none: both sides of acceptance are compared.
-    assert figures["tau_macro"] > 1.3
-    assert min(figures["histogram"]) > 0
-
-
-@pytest.mark.full
-@pytest.mark.timeout(1200)
-@pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated")
-def test_the_command_on_all_bundled_prompts_gives_zlabs_tau(
-    overfitted, overfitted_folder, smollm2_folder, smollm2_tokenizer
-):
-    arguments = ["eval", "--drafter", str(overfitted_folder), "--target", str(smollm2_folder), "--device", "cpu"]
-    done = CliRunner().invoke(app, [*arguments, "--max-new-tokens", "16", "--json"], catch_exceptions=False)
-    figures = json.loads(done.stdout)
-    prompts = [prompt_ids(smollm2_tokenizer, chat, {}) for chat in read_prompts(bundled_prompts())]
-    _, expected = zlab_figures(overfitted.target, overfitted_folder, prompts, 16)
-    assert figures["prompts"] == figures["greedy_equal"] == len(prompts)
-    assert figures["tau_pooled"] == pytest.approx(expected["tau_pooled"], rel=0.01)
-    assert figures["tau_macro"] == pytest.approx(expected["tau_macro"], rel=0.01)

@@ -1,11 +1,9 @@
 """What a user gets wrong: one line on stderr that names the thing and the mend, exit code 2, nothing left behind."""
 
-import io
 import json
 import signal
 import subprocess
 import sys
-from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,28 +12,24 @@ import psutil
 import pytest
 import yaml
 
-from tests.ranks.cli import ENVIRONMENT, Running, dflash, metrics, train
+from dflash_dist.config import load_config
+from dflash_dist.drafter.config import resolve
+from dflash_dist.export.plain import export_plain
+from dflash_dist.target.load import text_config
+from tests.command import run_here
+from tests.random_models import random_drafter
+from tests.ranks.cli import ENVIRONMENT, Running, dflash, metrics, train, train_from_here
 from tests.ranks.conftest import Maker
 
 
 def refused(config: Path, *arguments: str, topo: str = "x1") -> str:
-    """The one line with which `train` refuses; in this process, since no rank is started."""
-    from dflash_dist.cli import main
-
-    command = ["dflash-dist", "train", "--config", str(config), "--topo", topo, "--run", "bad", *arguments]
-    out, err = io.StringIO(), io.StringIO()
-    with (
-        mock.patch.object(sys, "argv", command),
-        redirect_stdout(out),
-        redirect_stderr(err),
-        pytest.raises(SystemExit) as ended,
-    ):
-        main()
-    assert ended.value.code == 2, err.getvalue()
-    lines = err.getvalue().splitlines()
+    """The one line with which `train` refuses."""
+    code, out, err = run_here("train", "--config", str(config), "--topo", topo, "--run", "bad", *arguments)
+    assert code == 2, err
+    lines = err.splitlines()
     errors = [line for line in lines if line.startswith("error: ")]
-    assert len(errors) == 1 and lines[-1] == errors[0] and "Traceback" not in err.getvalue(), lines
-    assert out.getvalue() == ""
+    assert len(errors) == 1 and lines[-1] == errors[0] and "Traceback" not in err, lines
+    assert out == ""
     return errors[0]
 
 
@@ -128,8 +122,8 @@ def test_a_broken_row_is_skipped_and_its_line_named(make: Maker) -> None:
     chats = config.parent / "chats.jsonl"
     lines = chats.read_text().splitlines()
     chats.write_text("\n".join([*lines[:4], '{"messages": [', *lines[4:]]) + "\n")
-    done = dflash("prepare", "--config", str(config))
-    assert done.returncode == 0 and "chats.jsonl:5" in done.stderr
+    code, _, err = run_here("prepare", "--config", str(config))
+    assert code == 0 and "chats.jsonl:5" in err
 
 
 def test_a_target_too_large_is_refused_with_the_sum(make: Maker, tmp_path: Path) -> None:
@@ -186,7 +180,6 @@ def poisoned_config(make: Maker, tmp_path: Path, row: int) -> Path:
 
 def poisoned_held_out_config(make: Maker, tmp_path: Path) -> Path:
     """As above, with the poison in the first answer of every chat that is held out; what precedes it decides that."""
-    from dflash_dist.config import load_config
     from dflash_dist.data.prepare import prepare
     from dflash_dist.data.store import TokenStore
 
@@ -204,7 +197,7 @@ def poisoned_held_out_config(make: Maker, tmp_path: Path) -> Path:
     return config
 
 
-@pytest.mark.parametrize("topo", ["1-1", "1-2"])
+@pytest.mark.parametrize("topo", [pytest.param("1-1", marks=pytest.mark.full), "1-2"])
 def test_a_loss_that_is_not_finite_stops_with_the_documents_named(make: Maker, tmp_path: Path, topo: str) -> None:
     config = poisoned_config(make, tmp_path, row=20)
     done = dflash("train", "--config", str(config), "--topo", topo, "--run", "run", "train.checkpoint_every=1")
@@ -219,18 +212,20 @@ def test_a_loss_that_is_not_finite_stops_with_the_documents_named(make: Maker, t
 
 def test_a_loss_that_is_not_finite_can_be_skipped(make: Maker, tmp_path: Path) -> None:
     config = poisoned_config(make, tmp_path, row=20)
-    done = train(config, "1-1", "run", "train.not_finite=skip")
+    done = train(config, "x1", "run", "train.not_finite=skip")
     assert "the step was skipped" in done.stderr
     rows = metrics(config, "run")
     assert len(rows) == 8 and sum(row["loss"] is None for row in rows) >= 1
     assert rows[-1]["loss"] is not None
 
 
-@pytest.mark.parametrize("not_finite", ["stop", "skip"])
-def test_a_validation_loss_that_is_not_finite_is_told(make: Maker, tmp_path: Path, not_finite: str) -> None:
+@pytest.mark.parametrize(
+    ("topo", "not_finite"), [("1-2", "stop"), ("x1", "skip"), pytest.param("1-2", "skip", marks=pytest.mark.full)]
+)
+def test_a_validation_loss_that_is_not_finite_is_told(make: Maker, tmp_path: Path, topo: str, not_finite: str) -> None:
     config = poisoned_held_out_config(make, tmp_path)
     settings = ["train.log_every=5", f"train.not_finite={not_finite}"]
-    done = dflash("train", "--config", str(config), "--topo", "1-2", "--run", "run", *settings)
+    done = dflash("train", "--config", str(config), "--topo", topo, "--run", "run", *settings)
     assert "step 4: the validation loss is not finite over batch 0 (documents" in done.stderr
     steps = [row["step"] for row in metrics(config, "run")]
     if not_finite == "stop":
@@ -247,13 +242,13 @@ def test_a_full_disk_at_a_checkpoint(make: Maker) -> None:
         "import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); sys.argv = ['dflash-dist', *sys.argv[1:]];"
         "runpy.run_module('dflash_dist', run_name='__main__')"
     )
-    dflash("prepare", "--config", str(config))
-    arguments = ["train", "--config", str(config), "--topo", "1-1", "--run", "run"]
+    assert run_here("prepare", "--config", str(config))[0] == 0
+    arguments = ["train", "--config", str(config), "--topo", "x1", "--run", "run"]
     done = subprocess.run([sys.executable, "-c", limited, *arguments], capture_output=True, text=True, check=False)
     assert done.returncode == 2, done.stderr
     assert "checkpoint of step 3 cannot be written" in done.stderr.splitlines()[-1]
     assert list((config.parent / "runs/run/checkpoints").iterdir()) == []
-    train(config, "1-1", "run")
+    train_from_here(config, "x1", "run")
     assert [row["step"] for row in metrics(config, "run")] == list(range(1, 9))
 
 
@@ -311,28 +306,26 @@ def test_eval_and_export_of_what_is_not_there(make: Maker, tmp_path: Path) -> No
         ["train", "--config", str(make()), "--topo", "1-1", "--device", "tpu"],
         ["prepare", "--config", str(tmp_path)],
     ):
-        done = dflash(*arguments)
-        assert done.returncode == 2, (arguments, done.stderr)
-        assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
+        code, out, err = run_here(*arguments)
+        assert code == 2 and out == "", (arguments, err)
+        assert err.startswith("error: ") and err.count("\n") == 1, err
 
 
-def test_a_start_that_failed_does_not_block_the_mended_one(make: Maker, tmp_path: Path) -> None:
+def test_a_start_that_failed_does_not_block_the_mended_one(make: Maker) -> None:
+    """Here of a run without held-out documents, which ends without tau."""
     config = make()
     assert "nowhere" in refused(config, "train.init_from=nowhere")
-    assert train(config, "x1", "bad", "train.max_steps=2").returncode == 0
+    done = train(config, "x1", "bad", "data.held_out_share=0", "train.max_steps=2")
+    assert "tau          not measured" in done.stderr
 
 
-def test_a_drafter_of_another_shape_is_no_start(make: Maker) -> None:
-    config = make()
-    train(config, "x1", "first", "train.max_steps=2")
-    drafter = config.parent / "runs/first/export/plain"
+def test_a_drafter_of_another_shape_is_no_start(make: Maker, tmp_path: Path) -> None:
+    config, drafter = make(), tmp_path / "drafter"
+    settings = load_config(config)
+    shape = resolve(settings.drafter, text_config(settings.target.model), 0)
+    export_plain(random_drafter(shape), drafter)
     line = refused(config, f"train.init_from={drafter}", "drafter.num_layers=3")
     assert "num_hidden_layers 2 instead of 3" in line
-
-
-def test_a_run_without_held_out_documents_ends_without_tau(make: Maker) -> None:
-    done = train(make(), "x1", "run", "data.held_out_share=0", "train.max_steps=2")
-    assert "tau          not measured" in done.stderr
 
 
 @pytest.mark.parametrize("line", ['{"messages": "hello"}', '{"messages": [{"content": "x"}]}', "[1", "\udcff", ""])

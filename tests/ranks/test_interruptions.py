@@ -7,19 +7,29 @@ from typing import Any
 import pytest
 
 from dflash_dist.train.checkpoint import find_checkpoint
-from tests.ranks.cli import Running, assert_same_weights, metrics, train, weights
+from tests.ranks.cli import Running, assert_same_weights, metrics, train, train_from_here, weights
 from tests.ranks.conftest import Maker
 from tests.ranks.test_bad_input import refused
+from tests.tiny import make_chats, make_config
 
 STEPS = 30
 OVERRIDES = [f"train.max_steps={STEPS}", "train.epochs=8", "train.checkpoint_every=5", "train.validate_every=10"]
+
+
+@pytest.fixture(scope="module")
+def whole(targets: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The config of a run `whole` that nothing disturbed, on 1-2."""
+    folder = tmp_path_factory.mktemp("whole")
+    config = make_config(folder, targets["qwen3"], make_chats(folder / "chats.jsonl"))
+    train_from_here(config, "1-2", "whole", *OVERRIDES)
+    return config
 
 
 FULL = [pytest.param(topo, marks=pytest.mark.full) for topo in ("1-1", "2-1", "3-1", "2-2", "x1", "x2")]
 
 
 @pytest.mark.parametrize("topo", ["1-2", *FULL])
-def test_ctrl_c_then_resume_equals_an_uninterrupted_run(make: Maker, topo: str) -> None:
+def test_ctrl_c_then_resume_equals_an_uninterrupted_run(make: Maker, whole: Path, topo: str) -> None:
     config = make("qwen3")
     running = Running(config, topo, "stopped", *OVERRIDES)
     running.wait_for_step(7)
@@ -30,16 +40,18 @@ def test_ctrl_c_then_resume_equals_an_uninterrupted_run(make: Maker, topo: str) 
     done = len(metrics(config, "stopped"))
     assert 7 <= done < STEPS
     train(config, topo, "stopped", *OVERRIDES)
-    train(config, topo, "whole", *OVERRIDES)
+    if topo != "1-2":
+        whole = config
+        train_from_here(whole, topo, "whole", *OVERRIDES)
     assert [row["step"] for row in metrics(config, "stopped")] == list(range(1, STEPS + 1))
-    assert_same_weights(weights(config, "stopped", STEPS), weights(config, "whole", STEPS))
-    for left, right in zip(metrics(config, "stopped"), metrics(config, "whole"), strict=True):
+    assert_same_weights(weights(config, "stopped", STEPS), weights(whole, "whole", STEPS))
+    for left, right in zip(metrics(config, "stopped"), metrics(whole, "whole"), strict=True):
         assert left["loss"] == right["loss"] and left.get("val_loss") == right.get("val_loss")
 
 
 def test_ctrl_c_before_the_first_step(make: Maker) -> None:
-    running = Running(make("qwen3"), "2-1", "run", *OVERRIDES)
-    running.wait_for_ranks(3)
+    running = Running(make("qwen3"), "1-1", "run", *OVERRIDES)
+    running.wait_for_ranks(2)
     running.send(signal.SIGINT)
     code, stderr = running.end()
     assert code == 130, stderr
@@ -48,7 +60,7 @@ def test_ctrl_c_before_the_first_step(make: Maker) -> None:
 
 def test_sigterm_checkpoints_and_ends_with_zero(make: Maker) -> None:
     config = make("qwen3")
-    running = Running(config, "1-1", "run", *OVERRIDES)
+    running = Running(config, "x1", "run", *OVERRIDES)
     running.wait_for_step(3)
     running.send(signal.SIGTERM)
     code, stderr = running.end()
@@ -73,9 +85,9 @@ def test_a_run_is_held_by_one_process_and_by_its_inputs(make: Maker, targets: di
     config = make("qwen3")
     target = Path(shutil.copytree(targets["qwen3"], tmp_path / "target"))
     overrides = [*OVERRIDES, f"target.model={target}"]
-    running = Running(config, "1-1", "run", *overrides)
+    running = Running(config, "x1", "run", *overrides)
     running.wait_for_step(3)
-    assert "in the hands of process" in refused(config, "--run", "run", *overrides, topo="1-1")
+    assert "in the hands of process" in refused(config, "--run", "run", *overrides)
     running.close_stderr()
     running.send(signal.SIGHUP)  # a terminal that is closed
     code, _ = running.end()
@@ -88,10 +100,10 @@ def test_a_run_is_held_by_one_process_and_by_its_inputs(make: Maker, targets: di
             file.write_bytes(b"".join(reversed(content.splitlines(keepends=True)[:30])))
         else:
             shutil.copy(targets["llama"] / file.name, file)
-        line = refused(config, "--run", "run", *overrides, topo="1-1")
+        line = refused(config, "--run", "run", *overrides)
         assert "run run was begun with something else" in line and (file.name in line or str(target) in line)
         file.write_bytes(content)
-    done = train(config, "1-1", "run", *overrides)
+    done = train(config, "x1", "run", *overrides)
     assert [row["step"] for row in metrics(config, "run")] == list(range(1, STEPS + 1)), done.stderr
 
 
@@ -105,7 +117,7 @@ def test_rows_of_several_steps_go_on_where_a_killed_run_left_them(make: Maker) -
     running.ranks()[0].kill()
     assert running.end()[0] == 1
     train(config, "x1", "killed", *overrides)
-    train(config, "x1", "whole", *overrides)
+    train_from_here(config, "x1", "whole", *overrides)
     whole = metrics(config, "whole")
     assert [row["step"] for row in whole] == [4, 5, 8, 10, 12, 14]
     assert [(row["step"], row["loss"]) for row in metrics(config, "killed")] == [(r["step"], r["loss"]) for r in whole]
@@ -128,7 +140,7 @@ def test_a_killed_rank_is_named_and_the_run_resumes_exactly(make: Maker, topo: s
     assert f"rank {rank} ({role}) was killed by SIGKILL" in stderr.splitlines()[-1]
     assert "Traceback" not in stderr
     train(config, topo, "killed", *OVERRIDES)
-    train(config, topo, "whole", *OVERRIDES)
+    train_from_here(config, topo, "whole", *OVERRIDES)
     assert [row["step"] for row in metrics(config, "killed")] == list(range(1, STEPS + 1))
     assert_same_weights(weights(config, "killed", STEPS), weights(config, "whole", STEPS))
 
@@ -141,7 +153,8 @@ FULL_MOVES += [("1-2", "1-1", "fsdp"), ("x1", "x2", "fsdp")]
 @pytest.mark.parametrize(
     ("first", "then", "shard"), [*MOVES, *(pytest.param(*move, marks=pytest.mark.full) for move in FULL_MOVES)]
 )
-def test_a_run_goes_on_with_another_topology(make: Maker, first: str, then: str, shard: str) -> None:
+def test_a_run_goes_on_with_another_topology(make: Maker, whole: Path, first: str, then: str, shard: str) -> None:
+    """And learns what an undisturbed run learns on any."""
     config = make("qwen3")
     overrides = [*OVERRIDES, f"train.shard={shard}"]
     running = Running(config, first, "moved", *overrides)
@@ -149,9 +162,8 @@ def test_a_run_goes_on_with_another_topology(make: Maker, first: str, then: str,
     running.send(signal.SIGINT)
     running.end()
     assert 8 <= len(metrics(config, "moved")) < STEPS
-    train(config, then, "moved", *overrides)
-    train(config, first, "whole", *overrides)
-    for left, right in zip(metrics(config, "moved"), metrics(config, "whole"), strict=True):
+    train_from_here(config, then, "moved", *overrides)
+    for left, right in zip(metrics(config, "moved"), metrics(whole, "whole"), strict=True):
         assert left["step"] == right["step"] and left["tokens"] == right["tokens"]
         assert left["loss"] == pytest.approx(right["loss"], rel=1e-5), left["step"]
     check_last_state(config.parent / "runs/moved", metrics(config, "moved"))

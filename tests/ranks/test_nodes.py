@@ -23,8 +23,11 @@ def assert_all_end(ranks: dict[int, psutil.Process], within_s: float) -> None:
 
 def test_a_rank_that_dies_on_one_node_is_named_on_the_other(make: Maker) -> None:
     """The agent of the other node does not learn of it: its ranks do."""
-    world = Agents(make("qwen3"), "1-1@2", "run", *LONG)
-    world.wait_for_step(100)  # a beat tells of a place once a second
+    config = make("qwen3")
+    world = Agents(config, "1-1@2", "run", *LONG)
+    world.wait_for_step(1)
+    while metrics(config, "run")[-1]["time_s"] < 4:  # a beat tells of a place once a second
+        world.wait_for_step(len(metrics(config, "run")) + 1)
     ranks = world.ranks()
     began_s = time.monotonic()
     ranks[3].kill()
@@ -58,9 +61,9 @@ def test_ranks_checkpoint_and_end_with_their_agent(make: Maker, number: signal.S
 def test_a_stop_asked_of_any_rank_stops_all(make: Maker) -> None:
     """One machine of several is told to go: the others hear it too."""
     config = make("qwen3")
-    world = Agents(config, "1-1@2", "run", *LONG)
+    world = Agents(config, "x1@2", "run", *LONG)
     world.wait_for_step(3)
-    world.ranks()[2].send_signal(signal.SIGUSR1)
+    world.ranks()[1].send_signal(signal.SIGUSR1)
     assert world.end() == [0, 0], world.text()
     assert weights(config, "run", len(metrics(config, "run")))
 

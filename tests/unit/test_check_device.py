@@ -19,7 +19,7 @@ from dflash_dist.config import Config, load_config
 from dflash_dist.errors import UserError
 from dflash_dist.topology import check_devices, parse_topology
 from dflash_dist.train import launch
-from tests.ranks.cli import dflash
+from tests.command import run_here
 from tests.tiny import make_chats, make_config, make_target
 
 GIB = 2**30
@@ -147,9 +147,9 @@ def test_train_checks_the_device_that_it_takes(
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA device")
 def test_the_command_takes_the_device(path: Path) -> None:
     for device, code in (("cpu", 0), ("cuda", 1), ("auto", 0)):
-        done = dflash("check", "--config", str(path), "--device", device, "--json")
-        assert done.returncode == code, done.stdout + done.stderr
-        levels = {row["name"]: row["level"] for row in json.loads(done.stdout)["findings"]}
+        ended, out, err = run_here("check", "--config", str(path), "--device", device, "--json")
+        assert ended == code, out + err
+        levels = {row["name"]: row["level"] for row in json.loads(out)["findings"]}
         assert levels["gpu"] == ("error" if device == "cuda" else "ok")
-    done = dflash("check", "--device", "gpu")
-    assert done.returncode == 2 and "--device is 'gpu', but must be cpu, cuda or auto" in done.stderr
+    ended, _, err = run_here("check", "--device", "gpu")
+    assert ended == 2 and "--device is 'gpu', but must be cpu, cuda or auto" in err

@@ -160,6 +160,7 @@ def test_active_parameters_leave_out_embedding_and_sleeping_experts() -> None:
 
 
 SMALL = Shape("small", (20, 30))
+SAYS = {signal.SIGKILL: "out of memory (killed by SIGKILL)", signal.SIGSEGV: "crashed (killed by SIGSEGV)"}
 
 
 @pytest.fixture(scope="module")
@@ -187,12 +188,16 @@ def test_a_shape_out_of_memory_is_survived(process: TargetProcess) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "says"),
-    [(signal.SIGKILL, "out of memory (killed by SIGKILL)"), (signal.SIGSEGV, "crashed (killed by SIGSEGV)")],
+    ("number", "within"),
+    [
+        pytest.param(signal.SIGKILL, False, id="SIGKILL between shapes"),
+        pytest.param(signal.SIGSEGV, True, id="SIGSEGV within a shape"),
+        pytest.param(signal.SIGKILL, True, id="SIGKILL within a shape", marks=pytest.mark.full),
+        pytest.param(signal.SIGSEGV, False, id="SIGSEGV between shapes", marks=pytest.mark.full),
+    ],
 )
-@pytest.mark.parametrize("within", [False, True], ids=["between shapes", "within a shape"])
 def test_a_shape_that_kills_the_process_is_named_and_the_next_one_runs(
-    process: TargetProcess, number: signal.Signals, says: str, within: bool
+    process: TargetProcess, number: signal.Signals, within: bool
 ) -> None:
     assert isinstance(process.run(SMALL), Timing)
     pid = process.pid
@@ -210,7 +215,7 @@ def test_a_shape_that_kills_the_process_is_named_and_the_next_one_runs(
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
         asking.start()
     asking.join()
-    assert answers == [says] and process.pid is None
+    assert answers == [SAYS[number]] and process.pid is None
     assert isinstance(process.run(SMALL), Timing) and process.pid not in (None, pid)
 
 

@@ -30,6 +30,7 @@ from dflash_dist.train import inputs
 from dflash_dist.train.inputs import COSTS, probe_file, resolve_inputs
 from dflash_dist.train.run_folder import check_name_is_free
 from tests import tiny
+from tests.command import run_here
 from tests.ranks.cli import BASE, ENVIRONMENT, dflash, metrics, train
 
 PROBED = {"cost_fixed_us": 900.0, "cost_token_us": 0.5, "cost_token_squared_us": 3.25}
@@ -84,9 +85,9 @@ def test_a_table_of_random_weights_needs_no_weights_no_data_and_no_tokenizer(pat
     (bare / "config.json").write_bytes((Path(load_config(path).target.model) / "config.json").read_bytes())
     changes = [f"target.model={bare}", "data.sources=[nowhere.jsonl]", "drafter.mask_token_id=null"]
     budgets = ["--budget", "64", "--budget", "128"]
-    done = dflash("probe", "--config", str(path), "--random-weights", *budgets, "--device", "cpu", *changes)
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    code, out, err = run_here("probe", "--config", str(path), "--random-weights", *budgets, "--device", "cpu", *changes)
+    assert code == 0, err
+    lines = out.splitlines()
     assert lines[3].split() == ["shape", "tokens", "us/token", "Ktok/s", "TFLOP/s", "MFU", "peak", "GiB"]
     table = lines[4 : lines.index("", 4)]
     assert [line.split()[:2] for line in table if line[0] in "12"][:3] == [
@@ -138,9 +139,9 @@ def test_the_shape_that_kills_the_process_stands_in_the_table(path: Path, monkey
     ],
 )
 def test_what_cannot_be_probed_is_refused_in_a_line(path: Path, arguments: list[str], says: str) -> None:
-    done = dflash("probe", "--config", str(path), "--device", "cpu", *arguments)
-    assert done.returncode == 2 and not done.stdout
-    assert says in done.stderr and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    code, out, err = run_here("probe", "--config", str(path), "--device", "cpu", *arguments)
+    assert code == 2 and not out
+    assert says in err and err.startswith("error: ") and err.count("\n") == 1
 
 
 def test_a_folder_that_cannot_be_written_is_found_before_the_work(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,8 +195,9 @@ if os.environ.get("RANK", "0") != "0":  # as on a node with another GPU, or anot
 """
 
 
-def test_ranks_with_other_probes_take_the_costs_of_rank_0(path: Path, tmp_path: Path) -> None:
-    file = leave_probe(load_config(path))
+def test_a_world_takes_the_costs_of_rank_0_and_goes_on_when_they_change(path: Path, tmp_path: Path) -> None:
+    config = load_config(path)
+    file = leave_probe(config)
     (tmp_path / "sitecustomize.py").write_text(OTHER_CACHE)
     (tmp_path / "other.json").write_text(json.dumps({"costs": dict.fromkeys(COSTS, 9.0)}))
     environment = {
@@ -207,6 +209,12 @@ def test_ranks_with_other_probes_take_the_costs_of_rank_0(path: Path, tmp_path: 
     assert [line for line in done.stderr.splitlines() if line.startswith("costs of the schedule: ")] == [
         f"costs of the schedule: cost_fixed_us=900, cost_token_us=0.5, cost_token_squared_us=3.25, as probed: {file}"
     ]
+    saved = load_config(Path(config.runs_dir) / "run" / "config.yaml")
+    assert saved.schedule.cost_token_us is None
+    (Path(config.runs_dir) / "run" / "summary.json").unlink()  # as if it had been stopped before its end
+    leave_probe(config, PROBED | {"cost_token_squared_us": 0.0})
+    train(path, "2-1", "run", *short)
+    assert [row["step"] for row in metrics(path, "run")] == [1, 2]
 
 
 def test_a_run_on_the_cpu_takes_what_was_probed_there(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,17 +309,3 @@ def test_a_run_may_go_on_with_other_costs(path: Path) -> None:
     check_name_is_free(load_config(path, costs), folder)
     with pytest.raises(UserError, match=r"another configuration .*train\.seed: 0 -> 1"):
         check_name_is_free(load_config(path, [*costs, "train.seed=1"]), folder)
-
-
-def test_a_world_trains_with_probed_costs_and_goes_on_when_they_change(path: Path) -> None:
-    config = load_config(path)
-    file = leave_probe(config)
-    short = ["train.max_steps=2", "evaluate.prompts=1", "evaluate.max_new_tokens=2", "--device", "cpu"]
-    done = train(path, "2-1", "run", *short)
-    assert done.stderr.count(f"as probed: {file}") == 1 and "cost_token_squared_us=3.25" in done.stderr
-    saved = load_config(Path(config.runs_dir) / "run" / "config.yaml")
-    assert saved.schedule.cost_token_us is None
-    (Path(config.runs_dir) / "run" / "summary.json").unlink()  # as if it had been stopped before its end
-    leave_probe(config, PROBED | {"cost_token_squared_us": 0.0})
-    train(path, "2-1", "run", *short)
-    assert [row["step"] for row in metrics(path, "run")] == [1, 2]

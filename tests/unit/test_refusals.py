@@ -1,11 +1,7 @@
 """Bad input at the real command line: one line on stderr that names the thing and the mend, exit code 2."""
 
-import contextlib
-import io
 import json
-import os
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,10 +12,10 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from dflash_dist import cli
 from dflash_dist.config import DrafterSettings, config_text, load_config
 from dflash_dist.drafter.config import resolve
 from dflash_dist.export.plain import export_plain
+from tests.command import run_here
 from tests.random_models import random_drafter
 from tests.tiny import TAPS, make_chats, make_config, make_target, target_config
 
@@ -27,24 +23,9 @@ SETTINGS = DrafterSettings(num_layers=2, block_size=4, target_layer_ids=tuple(TA
 NOBODY, LONG = "~nosuchuser/model", "n" * 256
 
 
-def run(*arguments: str) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of `dflash-dist ARGUMENTS`, run in this process."""
-    out, err = io.StringIO(), io.StringIO()
-    with (
-        mock.patch.object(sys, "argv", ["dflash-dist", *arguments]),
-        mock.patch.dict(os.environ),
-        contextlib.redirect_stdout(out),
-        contextlib.redirect_stderr(err),
-        pytest.raises(SystemExit) as ended,
-    ):
-        cli.main()
-    assert isinstance(ended.value.code, int)
-    return ended.value.code, out.getvalue(), err.getvalue()
-
-
 def refused(*arguments: str) -> str:
     """The line with which `dflash-dist ARGUMENTS` refuses."""
-    code, out, err = run(*arguments)
+    code, out, err = run_here(*arguments)
     assert code == 2 and out == "", (code, out, err)
     *before, last = err.splitlines()
     assert last.startswith("error: ") and not [line for line in before if "rror" in line or "Traceback" in line], err
@@ -134,7 +115,7 @@ def test_a_drafter_for_another_target(exported: Path, target: Path, tmp_path: Pa
     AutoModelForCausalLM.from_config(Qwen3Config(**shape), dtype=torch.float32).save_pretrained(other)
     config = config_for(tmp_path, other)
     row = ("inspect", "--config", config, "--row", "0")
-    anchor = json.loads(run(*row, "--json")[1])["supervised"].index(True)
+    anchor = json.loads(run_here(*row, "--json")[1])["supervised"].index(True)
     for line in (
         evaluated(exported, other),
         refused(*row, "--drafter", str(exported), "--anchors", str(anchor)),
@@ -186,7 +167,7 @@ def test_a_target_of_which_no_model_can_be_made(spoilt: Path, tmp_path: Path, ke
     config = config_for(tmp_path, spoilt)
     for command in (["train", "--topo", "1-1"], ["probe", "--budget", "16"]):
         assert "can be made of the target's config.json (" in refused(*command, "--config", config, "--device", "cpu")
-    code, out, err = run("check", "--config", config)
+    code, out, err = run_here("check", "--config", config)
     assert code == 1 and err == "" and "error    drafter " in out and "mend it, or get it again" in out
 
 
@@ -251,7 +232,7 @@ def test_counts_past_64_bits(target: Path, tmp_path: Path, option: str) -> None:
     }
     command = commands.get(option, ["regenerate", *config, "--out", str(tmp_path / "out.jsonl")])
     for digits in (30, 5000):
-        code, out, err = run(*command, option, "1" * digits)
+        code, out, err = run_here(*command, option, "1" * digits)
         assert (code, out) == (2, "") and err.splitlines()[-1].lower().startswith("error: "), err
 
 
@@ -277,9 +258,9 @@ def test_an_error_that_nobody_expected_is_one_line_and_debug_shows_where(tmp_pat
         pass
 
     with mock.patch("dflash_dist.config.load_config", side_effect=Unforeseen("first\nsecond")):
-        code, out, err = run("prepare", "--config", str(tmp_path))
+        code, out, err = run_here("prepare", "--config", str(tmp_path))
         assert (code, out) == (1, "")
         line = "error: Unforeseen: first second (a bug, or input that we do not know; --debug shows where)\n"
         assert err == line
-        code, out, err = run("--debug", "prepare", "--config", str(tmp_path))
+        code, out, err = run_here("--debug", "prepare", "--config", str(tmp_path))
         assert code == 1 and err.startswith("Traceback") and err.endswith(line)
