@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dflash_profiling.clock import Alignment, Message, align, match_p2p
+from dflash_profiling.communication import is_labelled
 from dflash_profiling.intervals import Intervals, difference, intersection, union
 from dflash_profiling.kineto import GPU_WORK, Category, Trace, launch_delays_ns
 from dflash_profiling.timeline import PARTS, Split, by_span, family_of, host_bound, in_order, split
@@ -69,6 +70,10 @@ class RankAnalysis:
     """The whole window by what the loop's thread was in, whatever the GPU did; adds up to the window."""
     has_gpu_rows: bool
     max_launch_skew_ns: int
+    unpaired_messages: int
+    """To or from a rank whose trace is there, but whose end of them cannot be told from those of other messages."""
+    undirected_kernels: int
+    """Messages on the GPU of which the trace does not say whether they send or receive, such as those of a batch."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +84,8 @@ class Waits:
     """Of messages, and of collectives until their last rank has come."""
     messages: frozenset[int]
     """The slices of those messages whose both ends are known."""
+    unpaired: int = 0
+    """How many messages of the rank are with ranks that were traced, but have no known other end."""
 
 
 def analyze_ranks(traces: Sequence[Trace]) -> list[RankAnalysis]:
@@ -86,7 +93,7 @@ def analyze_ranks(traces: Sequence[Trace]) -> list[RankAnalysis]:
     alignment = align(traces)
     messages = match_p2p(traces, alignment)
     arrivals = _last_arrivals(traces, alignment)
-    return [analyze(trace, _waits(trace, messages, arrivals, alignment.offset_ns(trace))) for trace in traces]
+    return [analyze(trace, _waits(trace, messages, arrivals, alignment)) for trace in traces]
 
 
 def analyze(trace: Trace, waits: Waits | None = None) -> RankAnalysis:
@@ -124,6 +131,8 @@ def analyze(trace: Trace, waits: Waits | None = None) -> RankAnalysis:
         host_by_span_ns=by_span(window, spans),
         has_gpu_rows=trace.has_gpu_rows,
         max_launch_skew_ns=trace.max_launch_skew_ns,
+        unpaired_messages=waits.unpaired,
+        undirected_kernels=_undirected(trace),
     )
 
 
@@ -143,7 +152,7 @@ def times_of_ranks(traces: Sequence[Trace], alignment: Alignment, messages: Sequ
     arrivals = _last_arrivals(traces, alignment)
     times = []
     for trace in traces:
-        waits = _waits(trace, messages, arrivals, alignment.offset_ns(trace))
+        waits = _waits(trace, messages, arrivals, alignment)
         start_ns, end_ns, _ = _window(trace)
         window, spans = union(np.array([start_ns]), np.array([end_ns])), _spans(trace)
         if trace.has_gpu_rows:
@@ -164,12 +173,8 @@ def part_of_kernels(trace: Trace) -> np.ndarray:
     part_S = np.full(len(slices), 255, np.uint8)
     part_S[np.isin(slices.category, (Category.KERNEL, Category.MEMSET))] = PARTS.index("compute")
     part_S[slices.category == Category.MEMCPY] = PARTS.index("copy")
-    communicates_S = _communicates(trace)
-    is_message_N = np.array([bool(_MESSAGE_KERNEL.search(name)) for name in trace.names], bool)
-    message_S = communicates_S & is_message_N[slices.name]
-    message_S[[c.slice for c in trace.communication if c.kind == "kernel" and c.direction is None]] = False
-    part_S[communicates_S] = PARTS.index("collective")
-    part_S[message_S] = PARTS.index("p2p_transfer")
+    part_S[_communicates(trace)] = PARTS.index("collective")
+    part_S[_messages_on_gpu(trace)] = PARTS.index("p2p_transfer")
     return part_S
 
 
@@ -203,7 +208,7 @@ def _step_numbers(trace: Trace) -> list[int]:
 
 
 def _spans(trace: Trace) -> list[tuple[str, int, int]]:
-    """The annotations of the loop's thread but the steps themselves: name, start, end."""
+    """The annotations of the loop's thread but the steps and what names single messages: name, start, end."""
     slices = trace.slices
     named_S = slices.category == Category.USER_ANNOTATION
     is_step = np.array([name.startswith(STEP) for name in trace.names], bool)[slices.name]
@@ -211,7 +216,8 @@ def _spans(trace: Trace) -> list[tuple[str, int, int]]:
     if not loop_S.any():
         return []
     threads, count = np.unique(slices.thread[loop_S], return_counts=True)
-    chosen = np.flatnonzero(named_S & ~is_step & (slices.thread == threads[count.argmax()]))
+    is_message = np.array([is_labelled(name) for name in trace.names], bool)[slices.name]
+    chosen = np.flatnonzero(named_S & ~is_step & ~is_message & (slices.thread == threads[count.argmax()]))
     return [(trace.names[slices.name[i]], int(slices.start_ns[i]), int(slices.end_ns[i])) for i in chosen]
 
 
@@ -219,6 +225,19 @@ def _communicates(trace: Trace) -> np.ndarray:
     """bool [S]: kernels of NCCL and its like."""
     by_name = np.array([bool(COMMUNICATION_KERNEL.search(name)) for name in trace.names], bool)
     return by_name[trace.slices.name] & (trace.slices.category == Category.KERNEL)
+
+
+def _messages_on_gpu(trace: Trace) -> np.ndarray:
+    """bool [S]: kernels that send or receive; an all-to-all has the same name, but says what it is."""
+    is_message_N = np.array([bool(_MESSAGE_KERNEL.search(name)) for name in trace.names], bool)
+    message_S = _communicates(trace) & is_message_N[trace.slices.name]
+    message_S[[c.slice for c in trace.communication if c.kind == "kernel" and c.is_collective]] = False
+    return message_S
+
+
+def _undirected(trace: Trace) -> int:
+    directed = {c.slice for c in trace.communication if c.kind == "kernel" and c.direction}
+    return sum(place not in directed for place in np.flatnonzero(_messages_on_gpu(trace)).tolist())
 
 
 def _gpu_parts(
@@ -234,9 +253,7 @@ def _gpu_parts(
         return found[slices.name] & (slices.category == category)
 
     communicates_S = _communicates(trace)
-    known = {c.slice: c.direction is not None for c in trace.communication if c.kind == "kernel"}
-    message_S = communicates_S & named(_MESSAGE_KERNEL, Category.KERNEL)
-    message_S[[place for place, is_message in known.items() if not is_message]] = False  # an all-to-all
+    message_S = _messages_on_gpu(trace)
     matched_S = np.zeros(len(slices), bool)
     matched_S[list(waits.messages)] = True
     collective = where(communicates_S & ~message_S)
@@ -281,7 +298,8 @@ def _host_parts(trace: Trace, spans: Sequence[tuple[str, int, int]], window: Int
     return {"compute": working, "profiler": profiler, **waits}
 
 
-def _waits(trace: Trace, messages: Sequence[Message], arrivals: dict[_Collective, int], offset_ns: int) -> Waits:
+def _waits(trace: Trace, messages: Sequence[Message], arrivals: dict[_Collective, int], alignment: Alignment) -> Waits:
+    offset_ns = alignment.offset_ns(trace)
     parts: dict[str, list[tuple[int, int]]] = {"p2p_transfer": [], "p2p_starved": [], "p2p_backpressured": []}
     slices = set()
     for message in messages:
@@ -300,7 +318,8 @@ def _waits(trace: Trace, messages: Sequence[Message], arrivals: dict[_Collective
         if key in arrivals
     ]
     sets = {name: union(*(np.array(pairs, np.int64).reshape(-1, 2).T - offset_ns)) for name, pairs in parts.items()}
-    return Waits(sets, frozenset(slices))
+    unpaired = sum(count for ranks, count in alignment.unpaired.items() if trace.rank in ranks)
+    return Waits(sets, frozenset(slices), unpaired)
 
 
 def _last_arrivals(traces: Sequence[Trace], alignment: Alignment) -> dict[_Collective, int]:
@@ -315,7 +334,7 @@ def _last_arrivals(traces: Sequence[Trace], alignment: Alignment) -> dict[_Colle
 def _collectives(trace: Trace, offset_ns: int) -> Iterator[tuple[_Collective, int, int]]:
     """Each collective on the GPU: what it is called alike on all its ranks, start and end by the common clock."""
     for c in trace.communication:
-        if c.kind == "kernel" and c.direction is None and c.sequence is not None:
+        if c.kind == "kernel" and c.is_collective and c.sequence is not None:
             yield (c.group, c.name, c.sequence), c.start_ns + offset_ns, c.end_ns + offset_ns
 
 

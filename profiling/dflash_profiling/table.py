@@ -58,6 +58,8 @@ def as_json(ranks: Sequence[RankAnalysis]) -> list[dict[str, Any]]:
             "kernels": [vars(kernel) for kernel in rank.kernels[:TOP]],
             "has_gpu_rows": rank.has_gpu_rows,
             "max_launch_skew_ns": rank.max_launch_skew_ns,
+            "unpaired_messages": rank.unpaired_messages,
+            "undirected_kernels": rank.undirected_kernels,
         }
         for rank in ranks
     ]
@@ -77,7 +79,23 @@ def _computing(rank: RankAnalysis) -> list[str]:
     ]
     if rank.max_launch_skew_ns:
         lines.append(f"  clocks of host and GPU differ by {rank.max_launch_skew_ns / 1e3:.1f} us or more")
-    return lines
+    return lines + [f"  {remark}" for remark in message_remarks(rank)]
+
+
+def message_remarks(rank: RankAnalysis) -> list[str]:
+    """What is not known of the rank's messages, a sentence each without its full stop."""
+    remarks = []
+    if rank.unpaired_messages:
+        remarks.append(
+            f"{rank.unpaired_messages} messages could not be paired with their other ends: they have no arrows, and "
+            "what waited for them is unknown"
+        )
+    if rank.undirected_kernels:
+        remarks.append(
+            f"{rank.undirected_kernels} kernels of NCCL send or receive, which the trace does not say: they have no "
+            "arrows, and what waited for them is unknown"
+        )
+    return remarks
 
 
 def _name(rank: RankAnalysis) -> str:

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from dflash_profiling.analysis import RankAnalysis
 from dflash_profiling.kineto import Trace
 from dflash_profiling.report.text import duration, escaped, label, rank_name, sentence
-from dflash_profiling.table import tenths
+from dflash_profiling.table import message_remarks, tenths
 from dflash_profiling.timeline import PARTS
 
 TOP = 12
@@ -66,6 +66,7 @@ def notes(traces: Sequence[Trace], ranks: Sequence[RankAnalysis]) -> list[str]:
         if rank.max_launch_skew_ns:
             differ = f"the clocks of host and GPU differ by {duration(rank.max_launch_skew_ns)} or more"
             found.append(f"{rank_name(rank)}: {differ}; the launches concerned count as at their kernels' start.")
+        found += [f"{rank_name(rank)}: {remark}." for remark in message_remarks(rank)]
         if trace.skipped_events:
             found.append(f"{rank_name(rank)}: {trace.skipped_events} malformed events of the trace were left away.")
     return found
