@@ -53,6 +53,7 @@ def as_json(ranks: Sequence[RankAnalysis]) -> list[dict[str, Any]]:
             "window_ns": rank.split.window_ns,
             "parts_ns": rank.split.parts_ns,
             "parts_percent": tenths(rank.split.parts_ns),
+            "waits_for_ns": {str(peer): ns for peer, ns in rank.waits_for_ns.items()},
             "compute_by_span_ns": rank.compute_by_span_ns,
             "compute_by_family_ns": rank.compute_by_family_ns,
             "kernels": [vars(kernel) for kernel in rank.kernels[:TOP]],
@@ -68,6 +69,9 @@ def as_json(ranks: Sequence[RankAnalysis]) -> list[dict[str, Any]]:
 def _computing(rank: RankAnalysis) -> list[str]:
     lines = []
     window_ns = rank.split.window_ns or 1
+    if rank.waits_for_ns:
+        awaited = [f"rank {peer} {100 * ns / window_ns:.1f} %" for peer, ns in rank.waits_for_ns.items()]
+        lines.append("  waits for: " + ", ".join(awaited))
     for what, times in (("span", rank.compute_by_span_ns), ("kernels", rank.compute_by_family_ns)):
         top = sorted(((ns, name) for name, ns in times.items() if ns), reverse=True)[:TOP]
         if top:

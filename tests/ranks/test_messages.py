@@ -1,9 +1,11 @@
 """What a run's traces say of its messages."""
 
+import time
 from pathlib import Path
 
 from dflash_profiling.clock import align, match_p2p
 from dflash_profiling.kineto import Trace, read_folder
+from dflash_profiling.stream_facts import read_stream, stream_path
 from tests.ranks.cli import train
 from tests.tiny import make_chats, make_config, make_target
 
@@ -29,3 +31,7 @@ def test_each_batch_is_paired_with_itself(tmp_path: Path) -> None:
     assert alignment.unpaired == {} and alignment.violation_ns == 0
     for message in messages:
         assert message.bytes and message.receive_end_ns >= message.send_start_ns
+    now_s = time.time()
+    for rank in range(2):
+        rows = read_stream(stream_path(tmp_path / "runs" / "run" / "profile", rank))
+        assert rows and all(now_s - 600 < row["time_s"] <= now_s for row in rows)

@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from dflash_profiling.analysis import RankAnalysis
 from dflash_profiling.kineto import Trace
 from dflash_profiling.report.text import duration, escaped, label, rank_name, sentence
+from dflash_profiling.report.waiting import awaited, headline
 from dflash_profiling.table import message_remarks, tenths
 from dflash_profiling.timeline import PARTS
 
@@ -19,9 +20,13 @@ MIN_LABELLED = 6
 def header(traces: Sequence[Trace], ranks: Sequence[RankAnalysis]) -> str:
     """Facts of the run, and a sentence a rank."""
     facts = "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in _facts(traces, ranks))
-    rows = "".join(f"<li><b>{rank_name(rank)}</b> {sentence(rank, tenths(rank.split.parts_ns))}</li>" for rank in ranks)
+    rows = "".join(
+        f"<li><b>{rank_name(rank)}</b> {sentence(rank, tenths(rank.split.parts_ns))}{awaited(rank)}</li>"
+        for rank in ranks
+    )
     return (
-        f'<header><h1>Where the time goes</h1><dl class="facts">{facts}</dl><ul class="sentences">{rows}</ul></header>'
+        f'<header><h1>Where the time goes</h1>{headline(ranks)}<dl class="facts">{facts}</dl>'
+        f'<ul class="sentences">{rows}</ul></header>'
     )
 
 
