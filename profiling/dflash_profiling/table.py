@@ -43,6 +43,34 @@ def as_text(ranks: Sequence[RankAnalysis]) -> str:
     return "\n\n".join(parts)
 
 
+def as_markdown(ranks: Sequence[RankAnalysis], facts: Mapping[str, Mapping[str, tuple[float, str]]]) -> str:
+    """The shares, the waits and the streams' `facts` (by rank's title and name: value and unit), as tables."""
+    shares = [tenths(rank.split.parts_ns) for rank in ranks]
+    used = [name for name in ranks[0].split.parts_ns if any(share[name] for share in shares)]
+    titles = [rank_title(rank) for rank in ranks]
+    rows = [[name.replace("_", " "), *(f"{share[name]:.1f} %" for share in shares)] for name in used]
+    rows.append(["window", *(f"{rank.split.window_ns / 1e6:.1f} ms" for rank in ranks)])
+    parts = ["**Where the time goes**", _markdown_table(["part", *titles], rows)]
+    peers = sorted({peer for rank in ranks for peer in rank.waits_for_ns})
+    if peers:
+        rows = [
+            [f"for rank {peer}"]
+            + [f"{100 * rank.waits_for_ns.get(peer, 0) / (rank.split.window_ns or 1):.1f} %" for rank in ranks]
+            for peer in peers
+        ]
+        parts += ["**Who waits for whom**", _markdown_table(["waits", *titles], rows)]
+    if facts:
+        names = dict.fromkeys(name for of_rank in facts.values() for name in of_rank)
+        rows = [[name, *(_fact(of_rank.get(name)) for of_rank in facts.values())] for name in names]
+        parts += ["**The streams beside the traces**", _markdown_table(["what", *facts], rows)]
+    remarks = [f"* {rank_title(rank)}: {remark}" for rank in ranks for remark in message_remarks(rank)]
+    return "\n\n".join(parts + (["\n".join(remarks)] if remarks else [])) + "\n"
+
+
+def _fact(fact: tuple[float, str] | None) -> str:
+    return "" if fact is None else f"{fact[0]:.4g} {fact[1]}".strip()
+
+
 def as_json(ranks: Sequence[RankAnalysis]) -> list[dict[str, Any]]:
     """One object a rank; times in nanoseconds, but shares in per cent."""
     return [
@@ -102,6 +130,12 @@ def message_remarks(rank: RankAnalysis) -> list[str]:
     return remarks
 
 
+def rank_title(rank: RankAnalysis) -> str:
+    """The rank with its role, in a word that a folder can have too."""
+    role = "".join(character if character.isalnum() or character in "+-_" else "_" for character in rank.role or "")
+    return f"rank {_name(rank)}" + (f", {role[:40]}" if role else "")
+
+
 def _name(rank: RankAnalysis) -> str:
     return "?" if rank.rank is None else str(rank.rank)
 
@@ -109,3 +143,8 @@ def _name(rank: RankAnalysis) -> str:
 def _aligned(rows: Sequence[Sequence[str]]) -> str:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+
+
+def _markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)
