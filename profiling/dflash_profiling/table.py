@@ -99,7 +99,7 @@ def _computing(rank: RankAnalysis) -> list[str]:
     window_ns = rank.split.window_ns or 1
     if rank.waits_for_ns:
         awaited = [f"rank {peer} {100 * ns / window_ns:.1f} %" for peer, ns in rank.waits_for_ns.items()]
-        lines.append("  waits for: " + ", ".join(awaited))
+        lines.append("  waits for: " + ", ".join(awaited[:TOP]))
     for what, times in (("span", rank.compute_by_span_ns), ("kernels", rank.compute_by_family_ns)):
         top = sorted(((ns, name) for name, ns in times.items() if ns), reverse=True)[:TOP]
         if top:
@@ -124,8 +124,8 @@ def message_remarks(rank: RankAnalysis) -> list[str]:
         )
     if rank.undirected_kernels:
         remarks.append(
-            f"{rank.undirected_kernels} kernels of NCCL send or receive, which the trace does not say: they have no "
-            "arrows, and what waited for them is unknown"
+            f"of {rank.undirected_kernels} message kernels of NCCL the trace does not say whether they send or receive"
+            ": they have no arrows, and what waited for them is unknown"
         )
     return remarks
 

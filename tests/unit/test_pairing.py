@@ -217,4 +217,4 @@ def test_batched_messages_without_a_direction_are_said_and_not_guessed(tmp_path:
     for rank in analyze_ranks(traces):
         assert rank.undirected_kernels == 4 and rank.split.parts_ns["p2p"] == 4 * MS
         assert rank.split.parts_ns["collective"] == rank.split.parts_ns["collective_wait"] == 0
-    assert "4 kernels of NCCL send or receive, which the trace does not say" in as_text(analyze_ranks(traces))
+    assert "of 4 message kernels of NCCL the trace does not say whether" in as_text(analyze_ranks(traces))

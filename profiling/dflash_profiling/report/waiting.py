@@ -29,7 +29,8 @@ def headline(ranks: Sequence[RankAnalysis]) -> str:
 
 def awaited(rank: RankAnalysis) -> str:
     """Whom the rank waits for, as a sentence; empty where that is nobody."""
-    shares = [f"rank {peer} (<b>{100 * ns / rank.split.window_ns:.1f} %</b>)" for peer, ns in rank.waits_for_ns.items()]
+    percent = {peer: 100 * ns / rank.split.window_ns for peer, ns in rank.waits_for_ns.items()}
+    shares = [f"rank {peer} (<b>{share:.1f} %</b>)" for peer, share in percent.items() if share >= 0.05]
     return f" It waits for {', '.join(shares[:4])}{' and others' if len(shares) > 4 else ''}." if shares else ""
 
 
@@ -50,8 +51,8 @@ def waiting(ranks: Sequence[RankAnalysis]) -> str:
         "wait for another to send, to receive, or to come to a collective. Of several at once the one that is waited "
         "for most counts. Who waits little is the bottleneck: its row is light, its column dark.</p>"
         f'<div class="scroll"><table id="waiting-table"><thead><tr><th scope="col">waits</th>{head}'
-        f'<th scope="col">not told for whom</th>'
-        f'<th scope="col">in all</th></tr></thead><tbody>{rows}</tbody></table></div></section>'
+        f'<th scope="col">not told for whom</th><th scope="col">in all</th></tr></thead>'
+        f"<tbody>{rows}</tbody></table></div></section>"
     )
 
 
