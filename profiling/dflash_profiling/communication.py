@@ -192,7 +192,8 @@ def _labelled(rows: _Rows, rank: int | None, gloo: list[Communication]) -> list[
             continue
         sends, peer = match["way"] == "to", int(match["peer"])
         start_ns, end_ns = rows.start_ns(index), rows.end_ns(index)
-        inside = [end.bytes for end in gloo if sends and end.destination == peer and start_ns <= end.start_ns <= end_ns]
+        # gloo's peer is a place in a group that is not named, so the time alone tells which send it is
+        inside = [end.bytes for end in gloo if sends and end.name == "send" and start_ns <= end.start_ns <= end_ns]
         found.append(
             Communication(
                 slice=index,

@@ -176,6 +176,16 @@ def test_a_label_that_comes_twice_names_no_message(tmp_path: Path) -> None:
     assert [message.waiting_ns + message.transfer_ns for message in messages] == [2 * MS, 2 * MS]
 
 
+def test_a_label_knows_its_size_in_a_group_of_some_ranks_too(tmp_path: Path) -> None:
+    """Where gloo calls rank 2 by its place, 1."""
+    sender, receiver = SyntheticRank(0, 3), SyntheticRank(2, 3)
+    sender.gloo("send", 1, 2 * MS, 3 * MS, bytes=400)
+    sender.span("message of a to rank 2", MS, 4 * MS)
+    receiver.span("message of a from rank 0", 0, 5 * MS)
+    (message,) = match_p2p(written([sender, receiver], tmp_path))
+    assert (message.bytes, message.waiting_ns, message.transfer_ns) == (400, MS, 4 * MS)
+
+
 def test_labels_are_no_spans_of_the_loop(tmp_path: Path) -> None:
     rank = SyntheticRank(0, 2, "target")
     rank.span("ProfilerStep#1", 0, 10 * MS)
