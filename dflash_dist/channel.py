@@ -80,7 +80,7 @@ class SendChannel:
     """The target's end: fill a slot, send it, go on."""
 
     def __init__(self, peer: int, group: dist.ProcessGroup, slots_MW: list[Tensor], clock: WaitClock) -> None:
-        self._peer, self._group, self._slots_MW, self._clock = peer, group, slots_MW, clock
+        self.peer, self._group, self._slots_MW, self._clock = peer, group, slots_MW, clock
         self._in_flight: deque[dist.Work] = deque()
         self.sent = 0
         """Messages sent so far."""
@@ -95,7 +95,7 @@ class SendChannel:
     def send(self, tokens: int) -> None:
         """Starts sending the first `tokens` rows of the slot that `acquire` gave."""
         slot_MW = self._slots_MW[self.sent % len(self._slots_MW)]
-        self._in_flight.append(_start(dist.isend, slot_MW[:tokens], self._peer, self._group))
+        self._in_flight.append(_start(dist.isend, slot_MW[:tokens], self.peer, self._group))
         self.sent += 1
 
     def finish(self) -> None:
@@ -115,7 +115,7 @@ class ReceiveChannel:
         clock: WaitClock,
         sizes: Iterator[int],
     ) -> None:
-        self._peer, self._group, self._slots_MW, self._clock = peer, group, slots_MW, clock
+        self.peer, self._group, self._slots_MW, self._clock = peer, group, slots_MW, clock
         self._sizes = sizes
         """Tokens of each message to come, in order."""
         self._posted: deque[dist.Work] = deque()
@@ -160,7 +160,7 @@ class ReceiveChannel:
         if tokens is None:
             return
         slot_MW = self._slots_MW[self._posts % len(self._slots_MW)]
-        self._posted.append(_start(dist.irecv, slot_MW[:tokens], self._peer, self._group))
+        self._posted.append(_start(dist.irecv, slot_MW[:tokens], self.peer, self._group))
         self._posts += 1
 
 

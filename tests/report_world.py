@@ -83,6 +83,8 @@ def write_streams(folder: Path, ranks: int, seconds: int = 300) -> None:
         rows = []
         for second in range(seconds):
             util = min(100, max(0, 82 + draw.randrange(-25, 25) - 60 * (100 < second < 130)))
-            row = {"time_s": BASE_NS / 1e9 - 200 + second, "gpu_util": util, "power_w": 250 + 4 * util}
-            rows.append(json.dumps({**row, "step": second, "throttle": "none"}))
+            row = {"time_s": BASE_NS / 1e9 - 200 + second, "gpu_util": util, "power_w": 250 + 4 * util, "step": second}
+            row |= {"wakeup_ms": 0.1, "wakeup_max_ms": 1 + 40 * (second == 7), "gc": 2, "gc_ms": 3.5, "gc_max_ms": 3.0}
+            row |= {"alloc_retries": rank * (second > 50), "graph_breaks": 0, "throttle_reasons": 4 * (second % 4 == 0)}
+            rows.append(json.dumps(row))
         (folder / "stream" / f"rank{rank}.jsonl").write_text("\n".join([*rows, '{"time_s": 1', "[]", ""]))

@@ -124,6 +124,13 @@ class SyntheticRank:
         name = "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)"
         self.kernel(name, start_ns, end_ns, stream, launch_ns, **{"External id": external_id}, **args)
 
+    def gloo(self, direction: str, peer: int, start_ns: int, end_ns: int, bytes: int = 2**20, thread: int = 77) -> None:
+        """One end of a message by gloo, "send" or "recv": the call, and the annotation that lasts until the wait."""
+        call, annotation = {"send": ("c10d::send", "gloo:send"), "recv": ("c10d::recv_", "gloo:recv")}[direction]
+        self.op(call, start_ns - 1_000, start_ns + 2_000, thread, **{"Concrete Inputs": ["", "", str(peer), "0"]})
+        shape = {"Input Dims": [[bytes // 4]], "Input type": ["float"]}
+        self.slice("user_annotation", annotation, start_ns, end_ns, self.process, thread, **shape)
+
     def document(self) -> dict[str, Any]:
         """What the file holds."""
         return {

@@ -140,9 +140,15 @@ def _stream(context: RankContext) -> Stream | None:
         return None
     path = context.run_folder / "profile" / "stream" / f"rank{context.rank}.jsonl"
     device = context.device.index if context.device.type == "cuda" else None
-    stream = Stream(path, device, facts=lambda: dict(context.control.published))
+    stream = Stream(path, device, facts=lambda: _published(context))
     stream.start()
     return stream
+
+
+def _published(context: RankContext) -> dict[str, Any]:
+    """What this rank tells the others of itself; the loop's own time under another name than that of the line."""
+    facts = dict(context.control.published)
+    return {"loop_s" if name == "time_s" else name: value for name, value in facts.items()}
 
 
 def _context(

@@ -16,6 +16,7 @@ from dflash_dist.data.schedule import Work
 from dflash_dist.target.capture import TargetForward
 from dflash_dist.train.batches import DrafterBatch
 from dflash_dist.wire import Unpacker
+from dflash_profiling.record import span
 
 
 class FeatureSource(Protocol):
@@ -41,7 +42,8 @@ class ChannelSource:
     def receive(self, work: Work, batch: DrafterBatch) -> Tensor:
         """See FeatureSource."""
         channel = self.channels[work.target]
-        received_MW = channel.receive()
+        with span(f"message of {work.place} from rank {channel.peer}"):
+            received_MW = channel.receive()
         if self._unpacker is None:
             return _real_rows(received_MW, work, batch)
         features_MF = self._unpacker(received_MW[: work.tokens])

@@ -41,7 +41,7 @@ def target_loop(
             slot_MF = channel.acquire()
         with span("forward"):
             forward.capture(tokens_T, lengths_N, slot_MF[: work.tokens])
-        with span("send"):
+        with span("send"), span(f"message of {work.place} to rank {channel.peer}"):
             channel.send(work.tokens)
         throttle.mark()
         control.publish(

@@ -6,26 +6,27 @@ Shape suffixes: S slices, K pieces of GPU work, I intervals.
 from __future__ import annotations
 
 import re
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from dflash_profiling.clock import Alignment, Message, align, match_p2p
-from dflash_profiling.intervals import Intervals, difference, intersection, union
+from dflash_profiling.communication import is_labelled
+from dflash_profiling.intervals import Intervals, difference, intersection, joined, union
 from dflash_profiling.kineto import GPU_WORK, Category, Trace, launch_delays_ns
 from dflash_profiling.timeline import PARTS, Split, by_span, family_of, host_bound, in_order, split
+from dflash_profiling.waits import Waits, find_waits
 
 STEP = "ProfilerStep#"
 _STEP_NUMBER = re.compile(r"ProfilerStep#(\d{1,15})")
-_Collective = tuple[str, str, int]
-"""Group, name and number in the group."""
 SPAN_PARTS = {
     "receive": "p2p_starved", "wait_slot": "p2p_backpressured", "send": "p2p_transfer", "gloo:send": "p2p_transfer",
     "gloo:recv": "p2p_starved", "all_reduce": "collective", "load": "data", "checkpoint": "checkpoint",
 }  # fmt: skip
 """What a span of the loop counts as where there are no GPU rows; any other is compute."""
+WAITS = ("p2p_starved", "p2p_backpressured", "collective_wait")
+"""The parts in which a rank waits for another."""
 _COLLECTIVE = re.compile(r"(nccl|gloo|mpi|ucc):(?!send|recv)", re.IGNORECASE)
 COMMUNICATION_KERNEL = re.compile(r"^(void )?(nccl|rccl|mscclpp|msccl)", re.IGNORECASE)
 _MESSAGE_KERNEL = re.compile(r"SendRecv", re.IGNORECASE)
@@ -55,6 +56,12 @@ class RankAnalysis:
     role: str | None
     window_start_ns: int
     split: Split
+    waits_for_ns: dict[int, int]
+    """By rank: how much of the parts in `WAITS` was for it to send, to receive, or to come to a collective.
+
+    Where it was for several at once, it counts as for the one that is waited for most. The rest of these parts is for
+    ranks that the traces do not tell.
+    """
     compute_by_span_ns: dict[str, int]
     """Adds up to the part `compute`; "" is outside of any span."""
     compute_by_family_ns: dict[str, int]
@@ -69,29 +76,22 @@ class RankAnalysis:
     """The whole window by what the loop's thread was in, whatever the GPU did; adds up to the window."""
     has_gpu_rows: bool
     max_launch_skew_ns: int
-
-
-@dataclass(frozen=True)
-class Waits:
-    """What a rank's communication is made of, by the clock of its own trace."""
-
-    parts: dict[str, Intervals]
-    """Of messages, and of collectives until their last rank has come."""
-    messages: frozenset[int]
-    """The slices of those messages whose both ends are known."""
+    unpaired_messages: int
+    """To or from a rank whose trace is there, but whose end of them cannot be told from those of other messages."""
+    undirected_kernels: int
+    """Messages on the GPU of which the trace does not say whether they send or receive, such as those of a batch."""
 
 
 def analyze_ranks(traces: Sequence[Trace]) -> list[RankAnalysis]:
     """The analysis of each rank, with what its communication waited for on the others."""
     alignment = align(traces)
     messages = match_p2p(traces, alignment)
-    arrivals = _last_arrivals(traces, alignment)
-    return [analyze(trace, _waits(trace, messages, arrivals, alignment.offset_ns(trace))) for trace in traces]
+    return [analyze(trace, waits) for trace, waits in zip(traces, find_waits(traces, alignment, messages), strict=True)]
 
 
 def analyze(trace: Trace, waits: Waits | None = None) -> RankAnalysis:
     """Divides the time from the first recorded step's begin to the last one's end."""
-    waits = waits or Waits({}, frozenset())
+    waits = waits or Waits()
     slices = trace.slices
     start_ns, end_ns, steps = _window(trace)
     numbers = _step_numbers(trace)
@@ -100,7 +100,7 @@ def analyze(trace: Trace, waits: Waits | None = None) -> RankAnalysis:
     if trace.has_gpu_rows:
         kernel_names = _kernel_names(trace)
         compute_S = np.isin(slices.category, (Category.KERNEL, Category.MEMSET)) & ~_communicates(trace)
-        divided = split(window, _gpu_parts(trace, compute_S, spans, waits))
+        parts = _gpu_parts(trace, compute_S, spans, waits)
         compute = intersection(union(slices.start_ns[compute_S], slices.end_ns[compute_S]), window)
         families_S = np.array([family_of(name) for name in trace.names])[slices.name]
         by_family = {family: compute_S & (families_S == family) for family in sorted(set(families_S[compute_S]))}
@@ -109,12 +109,13 @@ def analyze(trace: Trace, waits: Waits | None = None) -> RankAnalysis:
     else:
         kernel_names, families = [], {}
         parts = _host_parts(trace, spans, window)
-        divided, compute = split(window, parts), parts["compute"]
+        compute = parts["compute"]
     return RankAnalysis(
         rank=trace.rank,
         role=trace.role,
         window_start_ns=start_ns,
-        split=divided,
+        split=split(window, parts),
+        waits_for_ns=_waits_for(window, parts, spans, waits),
         compute_by_span_ns=by_span(compute, spans),
         compute_by_family_ns=families,
         kernels=kernel_names,
@@ -124,6 +125,8 @@ def analyze(trace: Trace, waits: Waits | None = None) -> RankAnalysis:
         host_by_span_ns=by_span(window, spans),
         has_gpu_rows=trace.has_gpu_rows,
         max_launch_skew_ns=trace.max_launch_skew_ns,
+        unpaired_messages=waits.unpaired,
+        undirected_kernels=_undirected(trace),
     )
 
 
@@ -140,10 +143,8 @@ class RankTime:
 
 def times_of_ranks(traces: Sequence[Trace], alignment: Alignment, messages: Sequence[Message]) -> list[RankTime]:
     """What `analyze_ranks` adds up, as it lies in time."""
-    arrivals = _last_arrivals(traces, alignment)
     times = []
-    for trace in traces:
-        waits = _waits(trace, messages, arrivals, alignment.offset_ns(trace))
+    for trace, waits in zip(traces, find_waits(traces, alignment, messages), strict=True):
         start_ns, end_ns, _ = _window(trace)
         window, spans = union(np.array([start_ns]), np.array([end_ns])), _spans(trace)
         if trace.has_gpu_rows:
@@ -153,9 +154,26 @@ def times_of_ranks(traces: Sequence[Trace], alignment: Alignment, messages: Sequ
             parts = _host_parts(trace, spans, window)
         names = [name for name in PARTS if name in parts]
         shares = dict(zip(names, in_order(window, [parts[name] for name in names]), strict=True))
-        shares["unexplained"] = difference(window, _joined(list(shares.values())))
+        shares["unexplained"] = difference(window, joined(list(shares.values())))
         times.append(RankTime(window, shares, spans))
     return times
+
+
+def _waits_for(
+    window: Intervals, parts: dict[str, Intervals], spans: Sequence[tuple[str, int, int]], waits: Waits
+) -> dict[int, int]:
+    names = [name for name in PARTS if name in parts]
+    shares = dict(zip(names, in_order(window, [parts[name] for name in names]), strict=True))
+    waiting = joined([shares[name] for name in WAITS if name in shares])
+    sets = dict(waits.of_ranks)
+    for name, start_ns, end_ns in spans:
+        if SPAN_PARTS.get(name) == "p2p_backpressured" and (peer := waits.next_peer(end_ns)) is not None:
+            slot = union(np.array([start_ns]), np.array([end_ns]))
+            sets[peer] = joined([sets[peer], slot]) if peer in sets else slot
+    shared = {peer: intersection(waiting, intervals) for peer, intervals in sets.items()}
+    order = sorted(shared, key=lambda peer: (-shared[peer].total_ns, peer))
+    found = in_order(waiting, [shared[peer] for peer in order])
+    return {peer: share.total_ns for peer, share in zip(order, found, strict=True) if share.total_ns}
 
 
 def part_of_kernels(trace: Trace) -> np.ndarray:
@@ -164,12 +182,8 @@ def part_of_kernels(trace: Trace) -> np.ndarray:
     part_S = np.full(len(slices), 255, np.uint8)
     part_S[np.isin(slices.category, (Category.KERNEL, Category.MEMSET))] = PARTS.index("compute")
     part_S[slices.category == Category.MEMCPY] = PARTS.index("copy")
-    communicates_S = _communicates(trace)
-    is_message_N = np.array([bool(_MESSAGE_KERNEL.search(name)) for name in trace.names], bool)
-    message_S = communicates_S & is_message_N[slices.name]
-    message_S[[c.slice for c in trace.communication if c.kind == "kernel" and c.direction is None]] = False
-    part_S[communicates_S] = PARTS.index("collective")
-    part_S[message_S] = PARTS.index("p2p_transfer")
+    part_S[_communicates(trace)] = PARTS.index("collective")
+    part_S[_messages_on_gpu(trace)] = PARTS.index("p2p_transfer")
     return part_S
 
 
@@ -203,7 +217,7 @@ def _step_numbers(trace: Trace) -> list[int]:
 
 
 def _spans(trace: Trace) -> list[tuple[str, int, int]]:
-    """The annotations of the loop's thread but the steps themselves: name, start, end."""
+    """The annotations of the loop's thread but the steps and what names single messages: name, start, end."""
     slices = trace.slices
     named_S = slices.category == Category.USER_ANNOTATION
     is_step = np.array([name.startswith(STEP) for name in trace.names], bool)[slices.name]
@@ -211,7 +225,8 @@ def _spans(trace: Trace) -> list[tuple[str, int, int]]:
     if not loop_S.any():
         return []
     threads, count = np.unique(slices.thread[loop_S], return_counts=True)
-    chosen = np.flatnonzero(named_S & ~is_step & (slices.thread == threads[count.argmax()]))
+    is_message = np.array([is_labelled(name) for name in trace.names], bool)[slices.name]
+    chosen = np.flatnonzero(named_S & ~is_step & ~is_message & (slices.thread == threads[count.argmax()]))
     return [(trace.names[slices.name[i]], int(slices.start_ns[i]), int(slices.end_ns[i])) for i in chosen]
 
 
@@ -219,6 +234,19 @@ def _communicates(trace: Trace) -> np.ndarray:
     """bool [S]: kernels of NCCL and its like."""
     by_name = np.array([bool(COMMUNICATION_KERNEL.search(name)) for name in trace.names], bool)
     return by_name[trace.slices.name] & (trace.slices.category == Category.KERNEL)
+
+
+def _messages_on_gpu(trace: Trace) -> np.ndarray:
+    """bool [S]: kernels that send or receive; an all-to-all has the same name, but says what it is."""
+    is_message_N = np.array([bool(_MESSAGE_KERNEL.search(name)) for name in trace.names], bool)
+    message_S = _communicates(trace) & is_message_N[trace.slices.name]
+    message_S[[c.slice for c in trace.communication if c.kind == "kernel" and c.is_collective]] = False
+    return message_S
+
+
+def _undirected(trace: Trace) -> int:
+    directed = {c.slice for c in trace.communication if c.kind == "kernel" and c.direction}
+    return sum(place not in directed for place in np.flatnonzero(_messages_on_gpu(trace)).tolist())
 
 
 def _gpu_parts(
@@ -234,9 +262,7 @@ def _gpu_parts(
         return found[slices.name] & (slices.category == category)
 
     communicates_S = _communicates(trace)
-    known = {c.slice: c.direction is not None for c in trace.communication if c.kind == "kernel"}
-    message_S = communicates_S & named(_MESSAGE_KERNEL, Category.KERNEL)
-    message_S[[place for place, is_message in known.items() if not is_message]] = False  # an all-to-all
+    message_S = _messages_on_gpu(trace)
     matched_S = np.zeros(len(slices), bool)
     matched_S[list(waits.messages)] = True
     collective = where(communicates_S & ~message_S)
@@ -249,7 +275,7 @@ def _gpu_parts(
     return {
         "compute": where(compute_S),
         **waits.parts,
-        "p2p_backpressured": _joined(
+        "p2p_backpressured": joined(
             [waits.parts.get("p2p_backpressured", nothing), _of_spans(spans, "p2p_backpressured")]
         ),
         "collective": difference(collective, waiting),
@@ -270,63 +296,20 @@ def _host_parts(trace: Trace, spans: Sequence[tuple[str, int, int]], window: Int
     overhead_S = slices.category == Category.OVERHEAD
     profiler = union(slices.start_ns[overhead_S], slices.end_ns[overhead_S])
     waits = {part: _of_spans(spans, part) for part in dict.fromkeys(SPAN_PARTS.values())}
-    waits["collective"] = _joined([waits["collective"], *(
+    waits["collective"] = joined([waits["collective"], *(
         union(np.array([start]), np.array([end])) for name, start, end in spans if _COLLECTIVE.match(name)
     )])  # fmt: skip
-    anything = _joined([union(np.array([start]), np.array([end])) for _, start, end in spans])
+    anything = joined([union(np.array([start]), np.array([end])) for _, start, end in spans])
     if not spans:
         work_S = slices.category == Category.CPU_OP
         anything = union(slices.start_ns[work_S], slices.end_ns[work_S])
-    working = difference(intersection(anything, window), _joined([profiler, *waits.values()]))
+    working = difference(intersection(anything, window), joined([profiler, *waits.values()]))
     return {"compute": working, "profiler": profiler, **waits}
-
-
-def _waits(trace: Trace, messages: Sequence[Message], arrivals: dict[_Collective, int], offset_ns: int) -> Waits:
-    parts: dict[str, list[tuple[int, int]]] = {"p2p_transfer": [], "p2p_starved": [], "p2p_backpressured": []}
-    slices = set()
-    for message in messages:
-        met_ns = max(message.send_start_ns, message.receive_start_ns)
-        if message.source == trace.rank:
-            slices.add(message.send_slice)
-            parts["p2p_backpressured"].append((message.send_start_ns, min(met_ns, message.send_end_ns)))
-            parts["p2p_transfer"].append((met_ns, message.send_end_ns))
-        if message.destination == trace.rank:
-            slices.add(message.receive_slice)
-            parts["p2p_starved"].append((message.receive_start_ns, min(met_ns, message.receive_end_ns)))
-            parts["p2p_transfer"].append((met_ns, message.receive_end_ns))
-    parts["collective_wait"] = [
-        (start_ns, min(arrivals[key], end_ns))
-        for key, start_ns, end_ns in _collectives(trace, offset_ns)
-        if key in arrivals
-    ]
-    sets = {name: union(*(np.array(pairs, np.int64).reshape(-1, 2).T - offset_ns)) for name, pairs in parts.items()}
-    return Waits(sets, frozenset(slices))
-
-
-def _last_arrivals(traces: Sequence[Trace], alignment: Alignment) -> dict[_Collective, int]:
-    """When the last rank began each collective, by the common clock; of those with several ranks in the traces."""
-    starts: dict[_Collective, list[int]] = defaultdict(list)
-    for trace in traces:
-        for key, start_ns, _ in _collectives(trace, alignment.offset_ns(trace)):
-            starts[key].append(start_ns)
-    return {key: max(times) for key, times in starts.items() if len(times) > 1}
-
-
-def _collectives(trace: Trace, offset_ns: int) -> Iterator[tuple[_Collective, int, int]]:
-    """Each collective on the GPU: what it is called alike on all its ranks, start and end by the common clock."""
-    for c in trace.communication:
-        if c.kind == "kernel" and c.direction is None and c.sequence is not None:
-            yield (c.group, c.name, c.sequence), c.start_ns + offset_ns, c.end_ns + offset_ns
 
 
 def _of_spans(spans: Sequence[tuple[str, int, int]], part: str) -> Intervals:
     chosen = [(start, end) for name, start, end in spans if SPAN_PARTS.get(name) == part]
     return union(*np.array(chosen, np.int64).reshape(-1, 2).T)
-
-
-def _joined(sets: Sequence[Intervals]) -> Intervals:
-    starts, ends = ([getattr(s, name) for s in sets] for name in ("start_I", "end_I"))
-    return union(np.concatenate([*starts, np.empty(0, np.int64)]), np.concatenate([*ends, np.empty(0, np.int64)]))
 
 
 def _kernel_names(trace: Trace) -> list[Kernel]:

@@ -91,7 +91,7 @@ def tensorboard(
 ) -> None:
     """Show traces in TensorBoard until Ctrl-C.
 
-    By the plugin torch-tb-profiler. Prints the address.
+    By the plugin torch-tb-profiler, with our analysis as text and scalars. Prints the address.
     """
     from dflash_profiling.board import serve
 

@@ -14,16 +14,10 @@ import numpy as np
 
 from dflash_profiling.communication import Communication
 from dflash_profiling.kineto import Trace
+from dflash_profiling.pairing import SAME_HOST_NS, Match, Pairing, RankPair, pair_ends
 
-SAME_HOST_NS = 20_000
-"""Ranks of one host share its clock, to what the GPUs' clocks are translated by."""
 RENDEZVOUS_BYTES = 128 * 2**20
 """A larger message does not fit into NCCL's buffers, so its send cannot end before its receive has begun."""
-_SHIFT_SLACK_NS = 10_000_000
-"""Clocks that are set by NTP differ by less; a message that seems to arrive earlier than that is another one."""
-_MAX_SHIFT = 64
-_COMMON_NUMBERS = 0.8
-"""Of the sequence numbers that both ends should hold, the share that both must hold to be trusted."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +49,9 @@ class Alignment:
     """One for each pair of ranks with messages between them."""
     violation_ns: int
     """By how much the bounds had to be widened to be fulfilled at once: 0 where they agree."""
+    unpaired: dict[RankPair, int]
+    """By source and destination, messages whose two ends cannot be told from those of their neighbours: they bound
+    nothing and are none of `match_p2p`."""
 
     def offset_ns(self, trace: Trace) -> int:
         """To be added to the trace's times; 0 where it could not be aligned."""
@@ -84,20 +81,16 @@ class Message:
     """The rest of the receive."""
 
 
-_Match = tuple[Communication, Communication]
-_Pair = tuple[int, int]
-
-
 def align(traces: Sequence[Trace]) -> Alignment:
     """Offsets of all traces whose clock is known, from their bases, hosts and messages."""
     aligned, unaligned = _on_one_clock(traces)
-    matches = _matches(list(aligned.values()))
+    paired = _paired(aligned)
     ranks = sorted(aligned)
     place = {rank: index for index, rank in enumerate(ranks)}
     most_ns = np.full((len(ranks), len(ranks)), np.inf)
     """[a, b]: upper bound of the skew of b less that of a; the lower bound is -[b, a]."""
-    counts: dict[_Pair, int] = defaultdict(int)
-    for (source, destination), pairs in matches.items():
+    counts: dict[RankPair, int] = defaultdict(int)
+    for (source, destination), pairs in paired.matches.items():
         _bound(most_ns, place[source], place[destination], pairs)
         counts[min(source, destination), max(source, destination)] += len(pairs)
     bounds = [
@@ -107,15 +100,15 @@ def align(traces: Sequence[Trace]) -> Alignment:
     for a, b in _same_host(aligned):
         most_ns[place[a], place[b]] = min(most_ns[place[a], place[b]], SAME_HOST_NS)
     skews_ns, violation_ns = _skews(most_ns)
-    return Alignment({rank: -skews_ns[place[rank]] for rank in ranks}, unaligned, bounds, violation_ns)
+    return Alignment({rank: -skews_ns[place[rank]] for rank in ranks}, unaligned, bounds, violation_ns, paired.unpaired)
 
 
 def match_p2p(traces: Sequence[Trace], alignment: Alignment | None = None) -> list[Message]:
-    """All messages of which both ends are in the traces, ordered by the end of their receive."""
+    """All messages of which both ends are in the traces and known, ordered by the end of their receive."""
     alignment = alignment or align(traces)
     aligned = {trace.rank: trace for trace in traces if trace.rank in alignment.offsets_ns}
     messages = []
-    for (source, destination), pairs in _matches(list(aligned.values())).items():
+    for (source, destination), pairs in _paired(aligned).matches.items():
         here, there = alignment.offsets_ns[source], alignment.offsets_ns[destination]
         messages += [_message(source, destination, send, receive, here, there) for send, receive in pairs]
     return sorted(messages, key=lambda message: (message.receive_end_ns, message.source, message.destination))
@@ -172,7 +165,7 @@ def _extent(trace: Trace) -> tuple[int, int]:
     return int(trace.slices.start_ns[0]), int(trace.slices.end_ns.max())
 
 
-def _same_host(aligned: dict[int, Trace]) -> Iterator[_Pair]:
+def _same_host(aligned: dict[int, Trace]) -> Iterator[RankPair]:
     hosts = {rank: trace.metadata.get("host_name") for rank, trace in aligned.items()}
     for a, host in hosts.items():
         for b, other in hosts.items():
@@ -180,55 +173,14 @@ def _same_host(aligned: dict[int, Trace]) -> Iterator[_Pair]:
                 yield a, b
 
 
-def _matches(traces: Sequence[Trace]) -> dict[_Pair, list[_Match]]:
-    """The two ends of each message, by (source, destination)."""
-    ends: dict[tuple[str, int, int], tuple[list[Communication], list[Communication]]] = defaultdict(lambda: ([], []))
-    for trace in traces:
-        for end in trace.communication:
-            if end.kind != "call" and end.direction and end.source is not None and end.destination is not None:
-                ends[end.group, end.source, end.destination][end.direction == "receive"].append(end)
-    matches: dict[_Pair, list[_Match]] = {}
-    for (_, source, destination), (sends, receives) in sorted(ends.items()):
-        if sends and receives:
-            matches.setdefault((source, destination), []).extend(_pair_up(sends, receives))
-    return matches
+def _paired(aligned: dict[int, Trace]) -> Pairing:
+    return pair_ends(
+        {rank: trace.communication for rank, trace in aligned.items()},
+        {rank: trace.metadata.get("host_name") for rank, trace in aligned.items()},
+    )
 
 
-def _pair_up(sends: list[Communication], receives: list[Communication]) -> list[_Match]:
-    """By NCCL's sequence number where the two ends count alike, else by order."""
-    send_of = {send.sequence: send for send in sends if send.sequence is not None}
-    receive_of = {receive.sequence: receive for receive in receives if receive.sequence is not None}
-    if len(send_of) == len(sends) and len(receive_of) == len(receives):
-        first, last = max(min(send_of), min(receive_of)), min(max(send_of), max(receive_of))
-        common = sorted(send_of.keys() & receive_of.keys())
-        either = [number for number in send_of.keys() | receive_of.keys() if first <= number <= last]
-        # In a group of more than two, the ends count other messages too.
-        if common and len(common) >= _COMMON_NUMBERS * len(either):
-            return [(send_of[number], receive_of[number]) for number in common]
-    shift = _shift(sends, receives)
-    return list(zip(sends[max(0, -shift) :], receives[max(0, shift) :], strict=False))
-
-
-def _shift(sends: list[Communication], receives: list[Communication]) -> int:
-    """How many receives came before that of the first send (negative: sends before the first receive).
-
-    The least with which no message arrives before it is sent.
-    """
-    sent_ns = np.array([send.start_ns for send in sends])
-    arrived_ns = np.array([receive.end_ns for receive in receives])
-    best, fewest = 0, len(sends) + len(receives)
-    for shift in sorted(range(-min(len(sends) - 1, _MAX_SHIFT), min(len(receives) - 1, _MAX_SHIFT) + 1), key=abs):
-        sent, arrived = sent_ns[max(0, -shift) :], arrived_ns[max(0, shift) :]
-        count = min(len(sent), len(arrived))
-        early = int((arrived[:count] < sent[:count] - _SHIFT_SLACK_NS).sum())
-        if early < fewest:
-            best, fewest = shift, early
-        if fewest == 0:
-            break
-    return best
-
-
-def _bound(most_ns: np.ndarray, source: int, destination: int, pairs: list[_Match]) -> None:
+def _bound(most_ns: np.ndarray, source: int, destination: int, pairs: list[Match]) -> None:
     """Tightens the bounds between two ranks by their messages.
 
     Two kernels need the time of the transfer when both have begun, and each takes at least that long.

@@ -24,6 +24,7 @@ _MAX_ELEMENTS = 2**58
 _GLOO = {"c10d::send": "gloo:send", "c10d::recv_": "gloo:recv"}
 """Annotation of each of gloo's calls."""
 _NAMES = {"c10d::send": "send", "c10d::recv_": "recv"}
+_LABELLED = re.compile(r"message of (?P<label>.+) (?P<way>to|from) rank (?P<peer>\d{1,9})")
 
 
 @dataclass(frozen=True)
@@ -47,13 +48,25 @@ class Communication:
     """NCCL's count in this group. A rank counts its messages to and from all peers of the group together."""
     bytes: int | None
     """The larger of input and output."""
-    kind: Literal["kernel", "call", "gloo"]
-    """What the extent is of: of a "call" it is only the queueing of a kernel."""
+    kind: Literal["kernel", "call", "gloo", "span"]
+    """What the extent is of: of a "call" it is only the queueing of a kernel, of a "span" what the program named so."""
+    label: str = ""
+    """What the program called the message, of a "span"; alike at both ends."""
 
     @property
     def direction(self) -> str | None:
-        """Which end of a message this is, "send" or "receive"; None for a collective."""
+        """Which end of a message this is, "send" or "receive"; None for a collective, and for a batch of messages."""
         return {"send": "send", "recv": "receive"}.get(self.name)
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether it is one of all ranks of its group; a batch of sends and receives ("coalesced") is not."""
+        return self.direction is None and "coalesced" not in self.name.lower()
+
+
+def is_labelled(name: str) -> bool:
+    """Whether a span of this name is one end of a message, as "message of step 5, batch 2 to rank 3" is."""
+    return _LABELLED.fullmatch(name) is not None
 
 
 def find_communication(
@@ -61,7 +74,8 @@ def find_communication(
 ) -> list[Communication]:
     """All communication of a rank's trace, ordered by start; `args` are those of the slices."""
     rows = _Rows(slices, names, args)
-    found = _nccl(rows, rank) + _gloo(rows, rank)
+    gloo = _gloo(rows, rank)
+    found = _nccl(rows, rank) + gloo + _labelled(rows, rank, gloo)
     return sorted(found, key=lambda communication: (communication.start_ns, communication.slice))
 
 
@@ -164,6 +178,36 @@ def _gloo(rows: _Rows, rank: int | None) -> list[Communication]:
                 sequence=None,
                 bytes=_tensor_bytes(rows.args[annotation]),
                 kind="gloo",
+            )
+        )
+    return found
+
+
+def _labelled(rows: _Rows, rank: int | None, gloo: list[Communication]) -> list[Communication]:
+    """The spans in which the program says which message it sends or waits for; of a send with the size of gloo's."""
+    found = []
+    for index in rows.called(is_labelled):
+        match = _LABELLED.fullmatch(rows.name(index))
+        if match is None or rows.slices.category[index] != Category.USER_ANNOTATION:
+            continue
+        sends, peer = match["way"] == "to", int(match["peer"])
+        start_ns, end_ns = rows.start_ns(index), rows.end_ns(index)
+        # gloo's peer is a place in a group that is not named, so the time alone tells which send it is
+        inside = [end.bytes for end in gloo if sends and end.name == "send" and start_ns <= end.start_ns <= end_ns]
+        found.append(
+            Communication(
+                slice=index,
+                start_ns=start_ns,
+                end_ns=end_ns,
+                name="send" if sends else "recv",
+                group="",
+                ranks=(),
+                source=rank if sends else peer,
+                destination=peer if sends else rank,
+                sequence=None,
+                bytes=inside[0] if len(inside) == 1 else None,
+                kind="span",
+                label=match["label"],
             )
         )
     return found

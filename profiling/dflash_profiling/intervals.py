@@ -5,6 +5,7 @@ Shape suffixes: I intervals of one set, J of another.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -58,3 +59,9 @@ def difference(first: Intervals, second: Intervals) -> Intervals:
     gaps = Intervals(np.append(low, second.end_I), np.append(second.start_I, max(high, low)))
     keep = gaps.end_I > gaps.start_I
     return intersection(first, Intervals(gaps.start_I[keep], gaps.end_I[keep]))
+
+
+def joined(sets: Sequence[Intervals]) -> Intervals:
+    """What lies in any of the sets."""
+    starts, ends = ([getattr(s, name) for s in sets] for name in ("start_I", "end_I"))
+    return union(np.concatenate([*starts, np.empty(0, np.int64)]), np.concatenate([*ends, np.empty(0, np.int64)]))

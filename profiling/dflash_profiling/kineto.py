@@ -252,7 +252,7 @@ def _slices(complete: list[Event], base_ns: int) -> tuple[list[str], Slices, lis
     category = translated(row_categories, _category, np.uint8)
     device, stream = _places(args, processes, threads, category)
     correlations = [arg.get("correlation", -1) for arg in args]
-    external_ids = [arg.get("External id", -1) for arg in args]
+    external_ids = [arg.get("External id", arg.get("external id", -1)) for arg in args]  # older writers: small
     slices = Slices(
         start_ns=start_ns[order],
         end_ns=end_ns[order],

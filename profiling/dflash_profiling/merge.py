@@ -40,6 +40,8 @@ class Merged:
     """Why a trace is not on the common clock but at its start, by the file's name."""
     violation_ns: int
     """By how much the messages contradict each other's clocks, see `Alignment`."""
+    unpaired: int
+    """Messages without an arrow, as their two ends cannot be told from those of others."""
     left_out: int
     """Events that are malformed, or far from all slices of their rank."""
     loose_arrows: int
@@ -50,6 +52,8 @@ class Merged:
         lines = [f"{name} is put at the start, on no common clock: {why}" for name, why in self.unaligned.items()]
         if self.violation_ns:
             lines.append(f"the messages contradict the clocks by {self.violation_ns / 1000:.6g} us; arrows may go back")
+        if self.unpaired:
+            lines.append(f"{self.unpaired} messages could not be paired with their other ends and have no arrow")
         if self.left_out:
             lines.append(f"{self.left_out} events are left out: malformed, or more than 1 s away from all others")
         if self.loose_arrows:
@@ -139,6 +143,7 @@ class _Merge:
             messages=messages,
             unaligned=self.alignment.unaligned,
             violation_ns=self.alignment.violation_ns,
+            unpaired=sum(self.alignment.unpaired.values()),
             left_out=self.left_out,
             loose_arrows=self.loose_arrows,
         )

@@ -43,6 +43,34 @@ def as_text(ranks: Sequence[RankAnalysis]) -> str:
     return "\n\n".join(parts)
 
 
+def as_markdown(ranks: Sequence[RankAnalysis], facts: Mapping[str, Mapping[str, tuple[float, str]]]) -> str:
+    """The shares, the waits and the streams' `facts` (by rank's title and name: value and unit), as tables."""
+    shares = [tenths(rank.split.parts_ns) for rank in ranks]
+    used = [name for name in ranks[0].split.parts_ns if any(share[name] for share in shares)]
+    titles = [rank_title(rank) for rank in ranks]
+    rows = [[name.replace("_", " "), *(f"{share[name]:.1f} %" for share in shares)] for name in used]
+    rows.append(["window", *(f"{rank.split.window_ns / 1e6:.1f} ms" for rank in ranks)])
+    parts = ["**Where the time goes**", _markdown_table(["part", *titles], rows)]
+    peers = sorted({peer for rank in ranks for peer in rank.waits_for_ns})
+    if peers:
+        rows = [
+            [f"for rank {peer}"]
+            + [f"{100 * rank.waits_for_ns.get(peer, 0) / (rank.split.window_ns or 1):.1f} %" for rank in ranks]
+            for peer in peers
+        ]
+        parts += ["**Who waits for whom**", _markdown_table(["waits", *titles], rows)]
+    if facts:
+        names = dict.fromkeys(name for of_rank in facts.values() for name in of_rank)
+        rows = [[name, *(_fact(of_rank.get(name)) for of_rank in facts.values())] for name in names]
+        parts += ["**The streams beside the traces**", _markdown_table(["what", *facts], rows)]
+    remarks = [f"* {rank_title(rank)}: {remark}" for rank in ranks for remark in message_remarks(rank)]
+    return "\n\n".join(parts + (["\n".join(remarks)] if remarks else [])) + "\n"
+
+
+def _fact(fact: tuple[float, str] | None) -> str:
+    return "" if fact is None else f"{fact[0]:.4g} {fact[1]}".strip()
+
+
 def as_json(ranks: Sequence[RankAnalysis]) -> list[dict[str, Any]]:
     """One object a rank; times in nanoseconds, but shares in per cent."""
     return [
@@ -53,11 +81,14 @@ def as_json(ranks: Sequence[RankAnalysis]) -> list[dict[str, Any]]:
             "window_ns": rank.split.window_ns,
             "parts_ns": rank.split.parts_ns,
             "parts_percent": tenths(rank.split.parts_ns),
+            "waits_for_ns": {str(peer): ns for peer, ns in rank.waits_for_ns.items()},
             "compute_by_span_ns": rank.compute_by_span_ns,
             "compute_by_family_ns": rank.compute_by_family_ns,
             "kernels": [vars(kernel) for kernel in rank.kernels[:TOP]],
             "has_gpu_rows": rank.has_gpu_rows,
             "max_launch_skew_ns": rank.max_launch_skew_ns,
+            "unpaired_messages": rank.unpaired_messages,
+            "undirected_kernels": rank.undirected_kernels,
         }
         for rank in ranks
     ]
@@ -66,6 +97,9 @@ def as_json(ranks: Sequence[RankAnalysis]) -> list[dict[str, Any]]:
 def _computing(rank: RankAnalysis) -> list[str]:
     lines = []
     window_ns = rank.split.window_ns or 1
+    if rank.waits_for_ns:
+        awaited = [f"rank {peer} {100 * ns / window_ns:.1f} %" for peer, ns in rank.waits_for_ns.items()]
+        lines.append("  waits for: " + ", ".join(awaited[:TOP]))
     for what, times in (("span", rank.compute_by_span_ns), ("kernels", rank.compute_by_family_ns)):
         top = sorted(((ns, name) for name, ns in times.items() if ns), reverse=True)[:TOP]
         if top:
@@ -77,7 +111,29 @@ def _computing(rank: RankAnalysis) -> list[str]:
     ]
     if rank.max_launch_skew_ns:
         lines.append(f"  clocks of host and GPU differ by {rank.max_launch_skew_ns / 1e3:.1f} us or more")
-    return lines
+    return lines + [f"  {remark}" for remark in message_remarks(rank)]
+
+
+def message_remarks(rank: RankAnalysis) -> list[str]:
+    """What is not known of the rank's messages, a sentence each without its full stop."""
+    remarks = []
+    if rank.unpaired_messages:
+        remarks.append(
+            f"{rank.unpaired_messages} messages could not be paired with their other ends: they have no arrows, and "
+            "what waited for them is unknown"
+        )
+    if rank.undirected_kernels:
+        remarks.append(
+            f"of {rank.undirected_kernels} message kernels of NCCL the trace does not say whether they send or receive"
+            ": they have no arrows, and what waited for them is unknown"
+        )
+    return remarks
+
+
+def rank_title(rank: RankAnalysis) -> str:
+    """The rank with its role, in a word that a folder can have too."""
+    role = "".join(character if character.isalnum() or character in "+-_" else "_" for character in rank.role or "")
+    return f"rank {_name(rank)}" + (f", {role[:40]}" if role else "")
 
 
 def _name(rank: RankAnalysis) -> str:
@@ -87,3 +143,8 @@ def _name(rank: RankAnalysis) -> str:
 def _aligned(rows: Sequence[Sequence[str]]) -> str:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+
+
+def _markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)

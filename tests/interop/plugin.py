@@ -60,6 +60,27 @@ def ask_all_views(url: str, folder: Path, timeout_s: float = 120.0) -> list[Answ
     return answers
 
 
+def wait_for_tags(url: str, plugin: str, count: int, timeout_s: float = 120.0) -> dict[str, list[str]]:
+    """The tags that TensorBoard's own plugin, "text" or "scalars", has by run, once there are `count` runs or more."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        with contextlib.suppress(urllib.error.URLError, ConnectionError):
+            tags = ask(url, f"data/plugin/{plugin}/tags")
+            if len(tags) >= count:
+                return {run: list(of_run) for run, of_run in tags.items()}
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"TensorBoard did not read {count} runs with {plugin} in {timeout_s:.0f} s")
+        time.sleep(_POLL_S)
+
+
+def ask(url: str, path: str, **query: str) -> Any:
+    """What TensorBoard answers to a request for JSON."""
+    status, body = _request(url, path, query)
+    if status != 200:
+        raise ConnectionError(f"{path} answers {status} for {query}")
+    return json.loads(body)
+
+
 def _loaded_runs(url: str, count: int, timeout_s: float) -> list[str]:
     deadline = time.monotonic() + timeout_s
     while True:
@@ -82,7 +103,11 @@ def _json(url: str, path: str, **query: str) -> Any:
 def _get(url: str, path: str, **query: str) -> tuple[int, bytes]:
     path, _, rest = path.partition("?")
     query = {**query, **dict(urllib.parse.parse_qsl(rest))}
-    address = f"{url.split('#')[0].rstrip('/')}/{_PLUGIN}/{path}?{urllib.parse.urlencode(query)}"
+    return _request(url, f"{_PLUGIN}/{path}", query)
+
+
+def _request(url: str, path: str, query: dict[str, str]) -> tuple[int, bytes]:
+    address = f"{url.split('#')[0].rstrip('/')}/{path}?{urllib.parse.urlencode(query)}"
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # it runs on this machine
     try:
         with opener.open(address, timeout=60) as response:

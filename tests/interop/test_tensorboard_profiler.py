@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,10 +17,15 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from dflash_profiling.analysis import analyze_ranks
+from dflash_profiling.kineto import read_folder
 from dflash_profiling.merge import merge_folder
 from dflash_profiling.record import TraceWindow, span
+from dflash_profiling.stream_facts import read_stream, stream_path
+from dflash_profiling.table import tenths
 from tests.conftest import ROOT
-from tests.interop.plugin import ask_all_views
+from tests.interop.plugin import ask, ask_all_views, wait_for_tags
+from tests.report_world import write_streams, write_world
 from tests.synthetic_traces import SyntheticRank, messages_world
 
 pytest.importorskip("torch_tb_profiler", reason="the extra `interop` is not installed")
@@ -152,6 +158,8 @@ def test_every_view_that_is_offered_answers(runs: Path) -> None:
         views.setdefault(answer.run, set()).add(answer.view)
         workers.setdefault(answer.run, set()).add(answer.worker)
     always = {"Overview", "Operator", "Trace"}
+    views = {run.removeprefix(f"{runs.name}/"): of_run for run, of_run in views.items()}
+    workers = {run.removeprefix(f"{runs.name}/"): of_run for run, of_run in workers.items()}
     assert views == {
         "messages": always,  # sends and receives alone give no Distributed view
         "sums": always | {"Distributed"},
@@ -200,3 +208,41 @@ def test_a_port_that_is_taken(runs: Path) -> None:
         port = re.findall(r":(\d+)/", address)[0]
         error = refused(str(runs / "hostile"), "--port", port).splitlines()[-1]
         assert error.startswith("error: TensorBoard ended with exit code") and "already in use" in error
+
+
+def files_of(folder: Path) -> dict[str, int]:
+    return {str(path.relative_to(folder)): path.stat().st_mtime_ns for path in folder.rglob("*")}
+
+
+def test_the_analysis_stands_beside_as_text_and_scalars(tmp_path: Path) -> None:
+    """In TensorBoard's own tabs: the shares and curves of each rank; the folder is as it was."""
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        write_world(tmp_path / name, 2)
+    write_streams(tmp_path / "one", 2, seconds=3000)
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "rank0.1.pt.trace.json").write_text("{")
+    before = files_of(tmp_path)
+    found = analyze_ranks(read_folder(tmp_path / "one"))
+    with tensorboard(tmp_path) as (process, address):
+        texts = wait_for_tags(address, "text", 2, LIMIT_S)
+        scalars = wait_for_tags(address, "scalars", 4, LIMIT_S)
+        (text,) = ask(address, "data/plugin/text/text", run="analysis/one", tag="profile")
+        share, power = (
+            ask(address, "data/plugin/scalars/scalars", run="analysis/one/rank 1, drafter", tag=tag)
+            for tag in ("share of window, %/compute", "stream/power, W")
+        )
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 0
+    assert texts == {"analysis/one": ["profile"], "analysis/two": ["profile"]}
+    ranks = {f"analysis/{name}/rank {rank}" for name in ("one", "two") for rank in ("0, target", "1, drafter")}
+    assert scalars.keys() == ranks
+    percent = tenths(found[1].split.parts_ns)["compute"]
+    assert [value for _, _, value in share] == [pytest.approx(percent)]
+    assert "<table>" in text["text"] and f">{percent:.1f} %<" in text["text"] and "allocator retries" in text["text"]
+    rows = read_stream(stream_path(tmp_path / "one", 1))
+    assert len(power) <= 1000 and power[-1] == [rows[-1]["time_s"], 2999, rows[-1]["power_w"]]
+    kinds = {tag.split("/")[0] for tag in scalars["analysis/two/rank 1, drafter"]}
+    assert kinds == {"share of window, %", "waits for, % of window"}  # there is no stream
+    assert files_of(tmp_path) == before
+    assert not list(Path(tempfile.gettempdir()).glob(f"dflash-profile-*/{tmp_path.name}"))

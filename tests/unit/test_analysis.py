@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dflash_profiling.analysis import RankAnalysis, analyze, analyze_ranks, gpu_busy_ns
+from dflash_profiling.analysis import WAITS, RankAnalysis, analyze, analyze_ranks, gpu_busy_ns
 from dflash_profiling.kineto import read_folder, read_trace
 from dflash_profiling.table import as_json, as_text, tenths
 from dflash_profiling.timeline import PARTS
@@ -129,3 +129,44 @@ def test_shares_add_up_to_a_hundred_however_they_are_cut() -> None:
         if total := sum(parts.values()):
             assert round(sum(round(10 * share) for share in shares.values())) == 1000
             assert all(abs(shares[name] - 100 * part / total) <= 0.1 for name, part in parts.items())
+
+
+def test_waits_are_told_by_the_rank_that_is_waited_for(tmp_path: Path) -> None:
+    """Of a receive that waits, a send whose receiver is late, a collective, and what another wait lies under."""
+    ms = 1_000_000
+    ranks = [SyntheticRank(number, 3) for number in range(3)]
+    for rank in ranks:
+        rank.span("ProfilerStep#1", 0, 100 * ms)
+        args = {"Collective name": "allreduce", "Process Group Name": "0", "Seq": 1}
+        begin = {0: 70, 1: 78, 2: 74}[rank.rank] * ms
+        rank.kernel("ncclDevKernel_AllReduce_Sum_f32_RING_LL", begin, 80 * ms, 30, **args)
+    for number, (send, receive) in enumerate([(20, 10), (40, 46), (52, 50)]):
+        end = (max(send, receive) + 1) * ms
+        ranks[0].message("send", 2, send * ms, end, sequence=number, group="a")
+        ranks[2].message("recv", 0, receive * ms, end, sequence=number, group="a")
+    ranks[1].message("send", 2, 18 * ms, 19 * ms, sequence=0, group="b", stream=21)
+    ranks[2].message("recv", 1, 8 * ms, 19 * ms, sequence=0, group="b", stream=21)
+    for rank in ranks:
+        rank.write(tmp_path)
+    found = analyze_ranks(read_folder(tmp_path))
+    assert found[0].waits_for_ns == {1: 8 * ms, 2: 6 * ms}
+    assert found[1].waits_for_ns == {}  # it came last
+    # For 1, which it waits for most, from 8 to 18 and from 74 to 78; of what is left, for 0 from 19 to 20 and 50 to 52.
+    assert found[2].waits_for_ns == {1: 14 * ms, 0: 3 * ms}
+    assert as_json(found)[0]["waits_for_ns"] == {"1": 8 * ms, "2": 6 * ms}
+    assert "waits for: rank 1 8.0 %, rank 2 6.0 %" in as_text(found)
+    assert all(sum(rank.waits_for_ns.values()) == sum(rank.split.parts_ns[part] for part in WAITS) for rank in found)
+
+
+def test_a_wait_for_a_slot_is_for_the_next_message_s_rank(tmp_path: Path) -> None:
+    ms = 1_000_000
+    rank = SyntheticRank(0, 3)
+    rank.span("ProfilerStep#1", 0, 100 * ms)
+    for start, end, peer in ((10, 20, 1), (40, 45, 2), (60, 70, 1)):
+        rank.span("wait_slot", start * ms, end * ms)
+        rank.span("send", (end + 5) * ms, (end + 6) * ms)
+        rank.span(f"message of {start} to rank {peer}", (end + 5) * ms, (end + 6) * ms)
+    rank.span("wait_slot", 90 * ms, 95 * ms)
+    rank.write(tmp_path)
+    (found,) = analyze_ranks(read_folder(tmp_path))
+    assert found.waits_for_ns == {1: 20 * ms, 2: 5 * ms} and found.split.parts_ns["p2p_backpressured"] == 30 * ms

@@ -16,9 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dflash_profiling import kineto
 from dflash_profiling.clock import align, match_p2p
-from dflash_profiling.kineto import Category, Trace, TraceError, launch_delays_ns, read_folder, read_trace
+from dflash_profiling.kineto import Category, Trace, TraceError, launch_delays_ns, read_trace
 from tests.synthetic_traces import BASE_NS, SyntheticRank, messages_world
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "traces"
@@ -306,50 +305,37 @@ def test_communication_is_read_from_calls_and_kernels(tmp_path: Path) -> None:
     assert kernel.start_ns == trace.slices.start_ns[kernel.slice] == BASE_NS + 100_000
 
 
-def test_newest_window_of_each_rank_is_read(tmp_path: Path) -> None:
-    for stamp in (9, 100, 20):
-        for rank in (10, 2):
-            trace = SyntheticRank(rank, world_size=12)
-            trace.span(f"window {stamp}", 0, 10)
-            trace.write(tmp_path, stamp)
-    (tmp_path / "rank2.200.part.gz").write_bytes(b"being written")
-    (tmp_path / "notes.txt").write_text("")
-    traces = read_folder(tmp_path)
-    assert [(trace.rank, trace.names) for trace in traces] == [(2, ["window 100"]), (10, ["window 100"])]
+@pytest.mark.parametrize("key", ["External id", "external id"])
+def test_links_to_operations_of_writers_of_any_age(tmp_path: Path, key: str) -> None:
+    """Older ones write a small letter; by this number a kernel knows the call that says what it is."""
+    rank = SyntheticRank(0, 2)
+    rank.message("send", 1, 100_000, 200_000, sequence=3)
+    kernel = next(event for event in rank.events if event["cat"] == "kernel")
+    kernel["args"] = {
+        k: v for k, v in kernel["args"].items() if k in ("External id", "correlation", "device", "stream")
+    }
+    for event in rank.events:
+        if "External id" in event.get("args", {}):
+            event["args"][key] = event["args"].pop("External id")
+    trace = read_trace(rank.write(tmp_path))
+    assert [(c.kind, c.name, c.destination, c.sequence) for c in trace.communication] == [
+        ("call", "send", 1, 3),
+        ("kernel", "send", 1, 3),
+    ]
+    assert (trace.slices.external_id >= 0).sum() == 2
 
 
-def test_of_two_runs_in_a_folder_the_newer_is_read(tmp_path: Path) -> None:
-    """torch names files by host and process unless told."""
-    for stamp, worker in ((100, "host_77"), (200, "host_33")):
-        trace = SyntheticRank(0)
-        trace.span(worker, 0, 10)
-        trace.write(tmp_path, stamp).rename(tmp_path / f"{worker}.{stamp}.pt.trace.json.gz")
-    (trace,) = read_folder(tmp_path)
-    assert trace.names == ["host_33"]
-
-
-def test_folders_without_traces_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(TraceError, match=r"holds no trace .*: record some first"):
-        read_folder(tmp_path)
-    with pytest.raises(TraceError, match="is no folder: give the one"):
-        read_folder(tmp_path / "absent")
-    (tmp_path / "profile").mkdir()
-    SyntheticRank(0).write(tmp_path / "profile")
-    with pytest.raises(TraceError, match=r": give .*/profile$"):
-        read_folder(tmp_path)
-
-
-def test_other_processes_read_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for rank in messages_world([(0, 2), (1, 2)], {0: 0, 1: 0, 2: 0})[0]:
-        rank.write(tmp_path)
-    here = read_folder(tmp_path)
-    monkeypatch.setattr(kineto, "_ALONE_BYTES", 0)
-    for mine, theirs in zip(here, read_folder(tmp_path), strict=True):
-        assert mine.communication == theirs.communication and mine.names == theirs.names
-        assert (mine.slices.start_ns == theirs.slices.start_ns).all()
-    write(tmp_path / "rank3.1.pt.trace.json", b"")
-    with pytest.raises(TraceError, match=r"rank3.* is empty"):
-        read_folder(tmp_path)
+def test_counters_of_the_hardware_are_left_away(tmp_path: Path) -> None:
+    """They are samples of a GPU, on a process that is named by a text."""
+    rank = SyntheticRank(0)
+    rank.kernel("k", 1_000, 2_000)
+    plain = read_trace(rank.write(tmp_path, stamp=1))
+    counter = {"ph": "C", "cat": "hardware_counters", "name": "sm__cycles", "pid": "GPU 0 Counters", "tid": 0}
+    rank.events += [{**counter, "ts": at, "args": {"sm__cycles": 1.5}} for at in range(200)]
+    rank.events += [{**counter, "ts": None}, {**counter, "args": None}]
+    counted = read_trace(rank.write(tmp_path, stamp=2))
+    assert counted.skipped_events == 0 and counted.names == plain.names
+    assert (counted.slices.start_ns == plain.slices.start_ns).all() and len(counted.slices) == len(plain.slices)
 
 
 JUNK: list[Any] = [None, True, -1, 10**30, 1e308, float("nan"), float("inf"), "", "x", "7", [], [[1]], {}, {"a": {}}]

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 import dflash_dist.cli
 import dflash_profiling.cli
-from dflash_profiling.analysis import RankAnalysis, analyze_ranks
+from dflash_profiling.analysis import WAITS, RankAnalysis, analyze_ranks
 from dflash_profiling.kineto import Trace, read_folder, read_trace
 from dflash_profiling.report import lanes, render, write_report
 from dflash_profiling.report.lanes import timeline
@@ -221,12 +221,53 @@ def test_curves_of_what_there_is(tmp_path: Path) -> None:
     assert 'id="memory"' in page and 'id="stream"' not in page
     write_streams(tmp_path, 1)
     page = render(traces, found)
-    assert "GPU utilisation" in page and "power, W" in page and page.count('<figure class="curve">') == 2 + 2
+    assert "GPU utilisation" in page and "power, W" in page
+    curves = ["gpu_util", "power_w", "wakeup_ms", "wakeup_max_ms", "gc_ms", "gc_max_ms", "gc"]
+    assert page.count('<figure class="curve">') == 2 + len(curves) and page.count('class="traced"') == len(curves)
+    assert "Always 0, so not drawn: retries of the allocator, so far, graph breaks" in page
     for text in ("", "{}\n", "no json\n", '{"time_s": "1"}\n' * 9, '{"time_s": NaN, "power_w": 1}\n' * 9, "[" * 10**5):
         (tmp_path / "stream" / "rank0.jsonl").write_text(text)
         assert 'id="stream"' not in render(traces, found)
     (tmp_path / "stream" / "rank0.jsonl").write_text('{"time_s": 5, "power_w": 1e999}\n' * 3 + '{"time_s": 6}\n' * 3)
     assert 'id="stream"' not in render(traces, found)
+
+
+def test_the_stream_s_numbers_are_told_for_each_rank(tmp_path: Path) -> None:
+    traces, found = world(tmp_path, 4)
+    write_streams(tmp_path, 4, seconds=100)
+    (tmp_path / "stream" / "rank2.jsonl").unlink()
+    rows = render(traces, found).split('<table id="stream-facts">')[1].split("</table>")[0]
+    cells = Cells(rows)
+    assert [text for _, text in cells.cells[-3:]] == ["0 ", "0 ", "0 "]  # graph breaks
+    for title, texts in {
+        "late wake-up, worst": ["41 ms"] * 3,
+        "garbage collections": ["200 "] * 3,
+        "garbage collection, total": ["350 ms"] * 3,
+        "allocator retries": ["0 ", "1 ", "3 "],
+        "at the power limit": ["25 % of lines"] * 3,
+        "slowed down by heat": ["0 % of lines"] * 3,
+    }.items():
+        assert [text for _, text in Cells(rows.split(f">{title}<")[1].split("</tr>")[0]).cells] == texts, title
+
+
+@pytest.mark.parametrize("ranks", [1, 4, 8])
+def test_who_waits_for_whom_is_the_analysis_s(tmp_path: Path, ranks: int) -> None:
+    traces, found = world(tmp_path, ranks)
+    page = render(traces, found)
+    assert ('id="waiting"' in page) == (ranks > 1)
+    awaited = sorted({peer for rank in found for peer in rank.waits_for_ns})
+    expected: list[int] = []
+    for rank in found if ranks > 1 else []:
+        total_ns = sum(rank.split.parts_ns[part] for part in WAITS)
+        expected += [rank.waits_for_ns.get(peer, 0) for peer in awaited]
+        expected += [total_ns - sum(rank.waits_for_ns.values()), total_ns]
+    assert Cells(page).numbers("waits") == expected
+    if ranks > 1:
+        share, who, whom = max(
+            (ns / rank.split.window_ns, rank.rank, peer) for rank in found for peer, ns in rank.waits_for_ns.items()
+        )
+        assert f"rank {who}, " in page.split('class="headline">')[1].split("waits")[0]
+        assert f"<b>{100 * share:.1f} %</b> of its window for rank {whom}, " in page
 
 
 def test_ranks_of_no_common_clock_are_shown_from_the_begin(tmp_path: Path) -> None:

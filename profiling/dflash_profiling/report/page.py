@@ -15,6 +15,7 @@ from dflash_profiling.report.lanes import timeline
 from dflash_profiling.report.sections import bars, header, legend, notes, tops
 from dflash_profiling.report.series import memory_section, stream_section
 from dflash_profiling.report.text import embedded, escaped
+from dflash_profiling.report.waiting import waiting
 
 
 def write_report(traces: Sequence[Trace], ranks: Sequence[RankAnalysis], path: Path | str) -> None:
@@ -39,6 +40,7 @@ def render(traces: Sequence[Trace], ranks: Sequence[RankAnalysis]) -> str:
     body = [
         header(traces, ranks),
         f'<ul class="remarks">{listed}</ul>' if remarks else "",
+        waiting(ranks),
         bars(ranks),
         _timeline_section(ranks),
         tops(ranks),

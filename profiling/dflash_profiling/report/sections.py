@@ -8,7 +8,8 @@ from datetime import UTC, datetime
 from dflash_profiling.analysis import RankAnalysis
 from dflash_profiling.kineto import Trace
 from dflash_profiling.report.text import duration, escaped, label, rank_name, sentence
-from dflash_profiling.table import tenths
+from dflash_profiling.report.waiting import awaited, headline
+from dflash_profiling.table import message_remarks, tenths
 from dflash_profiling.timeline import PARTS
 
 TOP = 12
@@ -19,9 +20,13 @@ MIN_LABELLED = 6
 def header(traces: Sequence[Trace], ranks: Sequence[RankAnalysis]) -> str:
     """Facts of the run, and a sentence a rank."""
     facts = "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in _facts(traces, ranks))
-    rows = "".join(f"<li><b>{rank_name(rank)}</b> {sentence(rank, tenths(rank.split.parts_ns))}</li>" for rank in ranks)
+    rows = "".join(
+        f"<li><b>{rank_name(rank)}</b> {sentence(rank, tenths(rank.split.parts_ns))}{awaited(rank)}</li>"
+        for rank in ranks
+    )
     return (
-        f'<header><h1>Where the time goes</h1><dl class="facts">{facts}</dl><ul class="sentences">{rows}</ul></header>'
+        f'<header><h1>Where the time goes</h1>{headline(ranks)}<dl class="facts">{facts}</dl>'
+        f'<ul class="sentences">{rows}</ul></header>'
     )
 
 
@@ -66,6 +71,7 @@ def notes(traces: Sequence[Trace], ranks: Sequence[RankAnalysis]) -> list[str]:
         if rank.max_launch_skew_ns:
             differ = f"the clocks of host and GPU differ by {duration(rank.max_launch_skew_ns)} or more"
             found.append(f"{rank_name(rank)}: {differ}; the launches concerned count as at their kernels' start.")
+        found += [f"{rank_name(rank)}: {remark}." for remark in message_remarks(rank)]
         if trace.skipped_events:
             found.append(f"{rank_name(rank)}: {trace.skipped_events} malformed events of the trace were left away.")
     return found

@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from dflash_profiling.analysis import RankAnalysis
 from dflash_profiling.kineto import MemoryEvents, Trace
 from dflash_profiling.report.text import escaped, rank_name
+from dflash_profiling.stream_facts import curves_of, facts_of, read_stream, stream_path
 
 POINTS = 600
-MAX_STREAM_BYTES = 64 * 2**20
-MAX_CURVES = 8
-KNOWN = {
-    "gpu_util": ("GPU utilisation", "%"), "power_w": ("power", "W"), "sm_mhz": ("SM clock", "MHz"),
-    "memory_used_bytes": ("GPU memory used", "GiB"), "temperature_c": ("GPU temperature", "°C"),
-    "wakeup_max_ms": ("latest wake-up of a millisecond's sleep", "ms"), "cpu_cores": ("the process's cores", "cores"),
-    "gc_ms": ("collections of garbage", "ms"),
-}  # fmt: skip
-"""Titles and units of a stream's keys, in the order in which they are drawn, before any others."""
-_NO_CURVES = ("time_s", "step", "rank")
+MAX_CURVES = 16
 WIDTH, HEIGHT = 600, 120
+_OPEN = ("gpu_util", "power_w")
+"""What is seen without opening anything."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +29,8 @@ class Curve:
     lines: dict[str, np.ndarray]
     steps: bool = False
     """Whether a value holds until the next."""
+    window: tuple[float, float] | None = None
+    """When the trace was recorded, by the same time."""
 
 
 def memory_section(traces: Sequence[Trace], ranks: Sequence[RankAnalysis]) -> str:
@@ -54,29 +46,75 @@ def memory_section(traces: Sequence[Trace], ranks: Sequence[RankAnalysis]) -> st
 
 def stream_section(traces: Sequence[Trace], ranks: Sequence[RankAnalysis]) -> str:
     """HTML; empty where no stream file lies beside the traces."""
-    curves: list[tuple[str, Curve]] = []
-    for trace, rank in zip(traces, ranks, strict=True):
-        if rank.rank is not None:
-            rows = _rows(trace.path.parent / "stream" / f"rank{rank.rank}.jsonl")
-            curves += [(rank_name(rank), curve) for curve in _stream(rows)]
-    note = "From the stream that each rank writes beside its traces, over the whole run; time is since its first line."
-    return _section("stream", "Utilisation and power over time", note, curves)
+    streams = [
+        (trace, rank, rows)
+        for trace, rank in zip(traces, ranks, strict=True)
+        if rank.rank is not None and len(rows := read_stream(stream_path(trace.path.parent, rank.rank))) > 1
+    ]
+    curves: dict[str, list[tuple[str, Curve]]] = {}
+    for trace, rank, rows in streams:
+        for found in curves_of(rows):
+            begin_s = found.time_s[0]
+            window = None
+            if trace.base_ns:
+                start_s = rank.window_start_ns / 1e9 - begin_s
+                window = start_s, start_s + rank.split.window_ns / 1e9
+            curve = Curve(found.title, found.unit, found.time_s - begin_s, {"": found.values}, window=window)
+            curves.setdefault(found.key, []).append((rank_name(rank), curve))
+    if not curves:
+        return ""
+    idle = [key for key, same in curves.items() if all((np.nan_to_num(c.lines[""]) == 0).all() for _, c in same)]
+    drawn = [key for key in curves if key not in idle][:MAX_CURVES]
+    seen = [key for key in drawn if key in _OPEN] or drawn[:1]
+    blocks = {key: _block(curves[key]) for key in drawn}
+    rest = "".join(block for key, block in blocks.items() if key not in seen)
+    never = ", ".join(escaped(curves[key][0][1].title, 60) for key in idle)
+    return (
+        '<section id="stream"><h2>Utilisation and power over time</h2><p class="note">From the stream that each rank '
+        "writes beside its traces, a line a second over the whole run. Time is since its first line; the stretch that "
+        f"was traced is shaded.</p>{_facts_table([(rank_name(rank), facts_of(rows)) for _, rank, rows in streams])}"
+        + "".join(blocks[key] for key in seen)
+        + (f"<details><summary>More curves: host, allocator, compiler</summary>{rest}</details>" if rest else "")
+        + (f'<p class="note">Always 0, so not drawn: {never}.</p>' if never else "")
+        + "</section>"
+    )
+
+
+def _facts_table(ranks: Sequence[tuple[str, dict[str, tuple[float, str]]]]) -> str:
+    titles = {title: unit for _, facts in ranks for title, (_, unit) in facts.items()}
+    head = "".join(f'<th scope="col">{who}</th>' for who, _ in ranks)
+    body = "".join(
+        f'<tr><th scope="row">{title}</th>'
+        + "".join(f"<td>{f'{facts[title][0]:,.4g} {unit}' if title in facts else '–'}</td>" for _, facts in ranks)
+        + "</tr>"
+        for title, unit in titles.items()
+    )
+    return (
+        '<div class="scroll"><table id="stream-facts"><caption>Over the whole stream</caption><thead><tr>'
+        f'<th scope="col">what</th>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    )
 
 
 def _section(anchor: str, heading: str, note: str, curves: Sequence[tuple[str, Curve]]) -> str:
     """The same thing of all ranks side by side, with one scale."""
     if not curves:
         return ""
-    blocks = []
-    for title, unit in dict.fromkeys((curve.title, curve.unit) for _, curve in curves):
-        same = [(who, curve) for who, curve in curves if (curve.title, curve.unit) == (title, unit)]
-        values = np.concatenate([line for _, curve in same for line in curve.lines.values()])
-        low, high = min(0.0, float(np.nanmin(values))), max(float(np.nanmax(values)), 0.0)
-        scale = low, max(high, 100.0) if unit == "%" else high
-        pictures = "".join(_picture(who, curve, *scale) for who, curve in same)
-        name = f"{escaped(title, 60)}, {escaped(unit)}" if unit else escaped(title, 60)
-        blocks.append(f'<h3>{name}</h3><div class="curves">{pictures}</div>')
-    return f'<section id="{anchor}"><h2>{heading}</h2><p class="note">{note}</p>{"".join(blocks)}</section>'
+    of_title: dict[tuple[str, str], list[tuple[str, Curve]]] = {}
+    for who, curve in curves:
+        of_title.setdefault((curve.title, curve.unit), []).append((who, curve))
+    blocks = "".join(_block(same) for same in of_title.values())
+    return f'<section id="{anchor}"><h2>{heading}</h2><p class="note">{note}</p>{blocks}</section>'
+
+
+def _block(same: Sequence[tuple[str, Curve]]) -> str:
+    """The same thing of several ranks, under its name."""
+    title, unit = same[0][1].title, same[0][1].unit
+    values = np.concatenate([line for _, curve in same for line in curve.lines.values()])
+    low, high = min(0.0, float(np.nanmin(values))), max(float(np.nanmax(values)), 0.0)
+    scale = low, max(high, 100.0) if unit == "%" else high
+    pictures = "".join(_picture(who, curve, *scale) for who, curve in same)
+    name = f"{escaped(title, 60)}, {escaped(unit)}" if unit else escaped(title, 60)
+    return f'<h3>{name}</h3><div class="curves">{pictures}</div>'
 
 
 def _memory(memory: MemoryEvents, device: int, start_ns: int) -> Curve:
@@ -92,55 +130,11 @@ def _memory(memory: MemoryEvents, device: int, start_ns: int) -> Curve:
     return Curve("host" if device < 0 else "GPU", "GiB", time_s, lines, steps=True)
 
 
-def _rows(path: Path) -> list[dict[str, Any]]:
-    """The objects of a file of JSON lines; what is none is left away, and so is the file's begin if it is too long."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - MAX_STREAM_BYTES))
-            data = file.read(MAX_STREAM_BYTES)
-    except OSError:
-        return []
-    rows = []
-    for line in data.splitlines():
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(row, dict):
-            rows.append(row)
-    return rows
-
-
-def _stream(rows: Sequence[dict[str, Any]]) -> list[Curve]:
-    times = [_number(row.get("time_s")) for row in rows]
-    timed = [(row, time) for row, time in zip(rows, times, strict=True) if not math.isnan(time)]
-    timed.sort(key=lambda pair: pair[1])
-    if len(timed) < 2:
-        return []
-    time_s = np.array([time for _, time in timed])
-    keys = list(dict.fromkeys([*KNOWN, *(key for row, _ in timed for key in row)]))
-    curves: list[Curve] = []
-    for key in keys:
-        values = np.array([_number(row.get(key)) for row, _ in timed])
-        if key not in _NO_CURVES and (~np.isnan(values)).sum() > 1 and len(curves) < MAX_CURVES:
-            title, unit = KNOWN.get(key, (key.removesuffix("_bytes").replace("_", " "), ""))
-            if key.endswith("_bytes"):
-                values, unit = values / 2**30, "GiB"
-            curves.append(Curve(title, unit, time_s - time_s[0], {"": values}))
-    return curves
-
-
-def _number(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return math.nan
-    return float(value) if abs(value) < 1e300 else math.nan
-
-
 def _picture(who: str, curve: Curve, low: float, high: float) -> str:
     """A drawing with its range; the greatest value of each of at most `POINTS` stretches is drawn."""
     begin, end = float(curve.time_s.min()), float(curve.time_s.max())
     span, extent = (high - low) or 1.0, (end - begin) or 1.0
-    paths, legend = [], []
+    paths, legend = [_shade(curve.window, begin, extent)], []
     for place, (name, line) in enumerate(curve.lines.items()):
         known = ~np.isnan(line)
         if not known.any():
@@ -157,6 +151,15 @@ def _picture(who: str, curve: Curve, low: float, high: float) -> str:
         f'<svg viewBox="0 -2 {WIDTH} {HEIGHT + 4}" preserveAspectRatio="none" role="img" aria-label="{name}">'
         f'{"".join(paths)}</svg></div><div class="axis">{axis}</div></figure>'
     )
+
+
+def _shade(window: tuple[float, float] | None, begin: float, extent: float) -> str:
+    if window is None:
+        return ""
+    left, right = (min(max((edge - begin) / extent, 0.0), 1.0) * WIDTH for edge in window)
+    if window[1] < begin or window[0] > begin + extent:
+        return ""
+    return f'<rect class="traced" x="{left:.1f}" y="-2" width="{max(right - left, 3):.1f}" height="{HEIGHT + 4}"/>'
 
 
 def _axis(seconds: float) -> str:

@@ -1,0 +1,130 @@
+"""What the stream files beside the traces say: their curves, and a few numbers for each rank."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+MAX_STREAM_BYTES = 64 * 2**20
+_NO_CURVES = ("time_s", "step", "rank", "throttle_reasons")
+_POWER_CAP, _HEAT = 0x4 | 0x80, 0x8 | 0x20 | 0x40
+"""NVML's throttle reasons: the power limit and brake; the hardware's slowdown, which heat makes, and heat itself."""
+KNOWN = {
+    "gpu_util": ("GPU utilisation", "%"), "power_w": ("power", "W"), "sm_mhz": ("SM clock", "MHz"),
+    "temperature_c": ("GPU temperature", "°C"), "memory_used_bytes": ("GPU memory used", "GiB"),
+    "wakeup_ms": ("how late a millisecond's sleep ends, median", "ms"),
+    "wakeup_max_ms": ("how late a millisecond's sleep ends, worst", "ms"),
+    "gc_ms": ("pauses for collecting garbage, each second", "ms"),
+    "gc_max_ms": ("longest pause for collecting garbage", "ms"),
+    "alloc_retries": ("retries of the allocator, so far", ""), "device_allocs": ("calls of cudaMalloc, so far", ""),
+    "graph_breaks": ("graph breaks of torch.compile, so far", ""),
+    "compiled_graphs": ("compiled graphs, so far", ""), "cpu_cores": ("the process's cores", "cores"),
+    "load": ("load of the machine", "cores"),
+}  # fmt: skip
+"""Titles and units of a stream's keys, in the order in which they are drawn, before any others."""
+
+
+@dataclass(frozen=True)
+class StreamCurve:
+    """One key of one stream over time."""
+
+    key: str
+    title: str
+    unit: str
+    time_s: np.ndarray
+    """Since 1970."""
+    values: np.ndarray
+    """NaN where a line lacks the key."""
+
+
+def stream_path(folder: Path, rank: int) -> Path:
+    """Where a rank's stream lies beside the traces in `folder`."""
+    return folder / "stream" / f"rank{rank}.jsonl"
+
+
+def read_stream(path: Path) -> list[dict[str, Any]]:
+    """The objects of a file of JSON lines that say their time, in its order; what is none is left away.
+
+    And so is the file's begin if it is too long.
+    """
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - MAX_STREAM_BYTES))
+            data = file.read(MAX_STREAM_BYTES)
+    except OSError:
+        return []
+    rows = []
+    for line in data.splitlines():
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(row, dict) and not math.isnan(_number(row.get("time_s"))):
+            rows.append(row)
+    return sorted(rows, key=lambda row: row["time_s"])
+
+
+def curves_of(rows: Sequence[dict[str, Any]]) -> list[StreamCurve]:
+    """One for each key with several numbers, the known ones first; bytes are in GiB."""
+    if len(rows) < 2:
+        return []
+    time_s = np.array([_number(row["time_s"]) for row in rows])
+    found = []
+    for key in dict.fromkeys([*KNOWN, *(key for row in rows for key in row)]):
+        values = np.array([_number(row.get(key)) for row in rows])
+        if key not in _NO_CURVES and (~np.isnan(values)).sum() > 1:
+            title, unit = KNOWN.get(key, (key.removesuffix("_bytes").replace("_", " "), ""))
+            if key.endswith("_bytes"):
+                values, unit = values / 2**30, "GiB"
+            found.append(StreamCurve(key, title, unit, time_s, values))
+    return found
+
+
+def facts_of(rows: Sequence[dict[str, Any]]) -> dict[str, tuple[float, str]]:
+    """What a rank's lines say together, each with its unit; what none of them holds is left out."""
+    columns = {
+        key: column[~np.isnan(column)]
+        for key in dict.fromkeys(key for row in rows for key in row)
+        if not np.isnan(column := np.array([_number(row.get(key)) for row in rows])).all()
+    }
+    facts: dict[str, tuple[float, str]] = {}
+    for title, unit, key, reduce in _FACTS:
+        if key in columns:
+            facts[title] = (float(reduce(columns[key])), unit)
+    return facts
+
+
+def _share(mask: int) -> Callable[[np.ndarray], float]:
+    return lambda values: 100 * float(((values.astype(np.int64) & mask) != 0).mean())
+
+
+_FACTS: list[tuple[str, str, str, Callable[[np.ndarray], Any]]] = [
+    ("GPU utilisation, mean", "%", "gpu_util", np.mean),
+    ("power, mean", "W", "power_w", np.mean),
+    ("power, most", "W", "power_w", np.max),
+    ("SM clock, mean", "MHz", "sm_mhz", np.mean),
+    ("at the power limit", "% of lines", "throttle_reasons", _share(_POWER_CAP)),
+    ("slowed down by heat", "% of lines", "throttle_reasons", _share(_HEAT)),
+    ("late wake-up, median", "ms", "wakeup_ms", np.median),
+    ("late wake-up, worst", "ms", "wakeup_max_ms", np.max),
+    ("garbage collections", "", "gc", np.sum),
+    ("garbage collection, total", "ms", "gc_ms", np.sum),
+    ("garbage collection, longest", "ms", "gc_max_ms", np.max),
+    ("allocator retries", "", "alloc_retries", np.max),
+    ("graph breaks", "", "graph_breaks", np.max),
+    ("compiled graphs", "", "compiled_graphs", np.max),
+    ("cores of the process, mean", "", "cpu_cores", np.mean),
+]
+"""Title, unit, key and what makes one number of a column."""
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return math.nan
+    return float(value) if abs(value) < 1e15 else math.nan
