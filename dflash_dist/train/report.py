@@ -118,14 +118,14 @@ class StepReports:
         request = pending_request(context.run_folder) if context.leads else None
         if request is None:
             return
-        number, steps = request
-        start_step = step + steps_ahead(context.config, context.topology, LAG_STEPS)
-        if start_step + steps - 1 > context.schedule.total_steps:
-            steps = 0
-        else:
-            context.control.lead_window(start_step, steps)
-        written_by = start_step + steps + steps_ahead(context.config, context.topology, LAG_STEPS)
-        answer(context.run_folder, Window(number, start_step, steps, context.topology.world_size, written_by))
+        ahead = steps_ahead(context.config, context.topology, LAG_STEPS)
+        start_step = step + ahead
+        end_step = start_step + request.length
+        fits = end_step - 1 <= context.schedule.total_steps
+        if fits:
+            context.control.lead_window(start_step, request.steps, request.stack_steps)
+        window = Window(request.number, start_step, fits, context.topology.world_size, context.rank, end_step + ahead)
+        answer(context.run_folder, window)
 
     def checkpoint(self, step: int) -> None:
         """Has the state after `step`, as it is now, written once it is known that every step up to it was sound."""

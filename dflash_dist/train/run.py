@@ -176,6 +176,7 @@ def _context(
             role=topology.role(rank),
             start_step=config.profile.start_step,
             steps=config.profile.steps,
+            stack_steps=config.profile.stack_steps,
             metadata=_trace_facts(config, topology, device) | {"schedule": inputs.schedule.fingerprint()},
         ),
         drafter_group=_connected_group(drafter_ranks, rank, device),

@@ -28,11 +28,12 @@ def test_a_running_run_records_windows_when_asked(tmp_path: Path) -> None:
     running = Running(config, "2-1", "run", *overrides)
     running.wait_for_step(5)
     seen: set[Path] = set()
-    for count in (2, 3):
+    for count, stacks in ((2, ()), (3, ("--stacks",))):
         before = len(metrics(config, "run"))
-        done = dflash(*asked, "--steps", str(count))
+        done = dflash(*asked, "--steps", str(count), *stacks)
         assert done.returncode == 0, done.stderr
         assert done.stdout.strip() == str(folder / "profile") and "of 3 ranks are recorded" in done.stderr
+        assert "steps in the window took " in done.stderr
         traces = set((folder / "profile").glob("*.gz")) - seen
         seen |= traces
         of_rank = {path.name.split(".")[0]: steps_in(path) for path in traces}
@@ -40,6 +41,9 @@ def test_a_running_run_records_windows_when_asked(tmp_path: Path) -> None:
         assert of_rank["rank2"] == list(range(first, first + count)) and first > before
         targets = sorted({step for name in ("rank0", "rank1") for step in of_rank[name]})
         assert targets == of_rank["rank2"]  # between them they run every batch of every step
+    stacked = {path.name.split(".")[0]: steps_in(path) for path in (folder / "profile/stacks").glob("*.gz")}
+    assert stacked["rank2"] == [first + count + 1]
+    assert all(steps == stacked["rank2"] for steps in stacked.values())  # a target may have no batch in that step
     analyzed = dflash("profile", "analyze", str(folder / "profile"), "--json")
     assert analyzed.returncode == 0, analyzed.stderr
     for number, rank in enumerate(json.loads(analyzed.stdout)):
