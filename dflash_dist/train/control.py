@@ -27,6 +27,8 @@ class Control:
         self._stop_asked, self._stop_passed_on = False, False
         self.published: dict[str, float] = {}
         """This rank's own progress, as it last told it."""
+        self.noted: dict[str, Any] = {}
+        """What else its loop knows of itself and tells no other rank; replaced, never changed."""
 
     def listen(self, signals: tuple[signal.Signals, ...]) -> None:
         """From now on each of the signals asks for a checkpoint and an orderly end."""

@@ -18,6 +18,19 @@ def steps_in(trace: Path) -> list[int]:
     return sorted({int(name.removeprefix("ProfilerStep#")) for name in names if name.startswith("ProfilerStep#")})
 
 
+def check_stream(path: Path, peers: set[str], is_drafter: bool) -> None:
+    """Each line tells what was waited for since the one before, by peer; a drafter's also what waits in its rings."""
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    last = lines[-1]
+    assert last["wait_ms_of_rank"].keys() == peers, last
+    waited_ms = sum(line["wait_ms"] for line in lines)
+    assert 0 < waited_ms < 1000 * (last["time_s"] - lines[0]["time_s"] + 1)
+    assert all(line["wait_ms"] == pytest.approx(sum(line["wait_ms_of_rank"].values()), abs=0.01) for line in lines)
+    assert ("ring_depth" in last) == is_drafter
+    if is_drafter:
+        assert last["ring_depth_of_rank"].keys() == peers and last["ring_depth"] >= 0
+
+
 def test_a_running_run_records_windows_when_asked(tmp_path: Path) -> None:
     """Every rank the same steps, however far ahead targets are; the losses are those of an undisturbed run."""
     config = make_config(tmp_path, make_target("qwen3", tmp_path / "target"), make_chats(tmp_path / "chats.jsonl"))
@@ -57,7 +70,9 @@ def test_a_running_run_records_windows_when_asked(tmp_path: Path) -> None:
     assert refused.returncode == 2 and "lower --steps" in refused.stderr
     running.send(signal.SIGINT)
     code, stderr = running.end()
-    assert code == 130, stderr
+    assert code == 130 and "warning" not in stderr, stderr
     assert not (folder / "profile/request.json").exists()
+    for rank, peers in enumerate(({"2"}, {"2"}, {"0", "1"})):
+        check_stream(folder / f"profile/stream/rank{rank}.jsonl", peers, is_drafter=rank == 2)
     late = dflash(*asked)
     assert late.returncode == 2 and "nobody trains run now" in late.stderr and late.stderr.count("\n") == 1
