@@ -10,12 +10,12 @@ Shape suffixes: M most tokens of a message, W values of a row, which holds a tok
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from types import TracebackType
 
 import torch
 import torch.distributed as dist
@@ -30,27 +30,24 @@ class WaitClock:
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
         self._seconds = 0.0
-        self._start_s = 0.0
-        self._open: torch.cuda.Event | None = None
-        self._events: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        self.seconds_of_peer: dict[int, float] = {}
+        """The same by the rank that was waited for, as far as it was read; any thread may copy it."""
+        self._events: deque[tuple[int, torch.cuda.Event, torch.cuda.Event]] = deque()
         self._read = 0
 
-    def __enter__(self) -> None:
+    @contextlib.contextmanager
+    def waiting_for(self, peer: int) -> Iterator[None]:
+        """For a wait for that rank."""
         if self._cuda:
-            self._open = torch.cuda.Event(enable_timing=True)
-            self._open.record()
-        else:
-            self._start_s = time.perf_counter()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._open is not None:
-            end = torch.cuda.Event(enable_timing=True)
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            yield
             end.record()
-            self._events.append((self._open, end))
+            self._events.append((peer, start, end))
         else:
-            self._seconds += time.perf_counter() - self._start_s
+            start_s = time.perf_counter()
+            yield
+            self._add(peer, time.perf_counter() - start_s)
 
     def mark(self) -> float:
         """Stands for the waits that are queued by now; what `seconds_at` takes."""
@@ -66,14 +63,18 @@ class WaitClock:
 
     def seconds(self) -> float:
         """Seconds of all waits that are over; reading waits for nothing."""
-        while self._events and self._events[0][1].query():
+        while self._events and self._events[0][2].query():
             self._add_oldest()
         return self._seconds
 
     def _add_oldest(self) -> None:
-        start, end = self._events.popleft()
-        self._seconds += start.elapsed_time(end) / 1000
+        peer, start, end = self._events.popleft()
+        self._add(peer, start.elapsed_time(end) / 1000)
         self._read += 1
+
+    def _add(self, peer: int, seconds: float) -> None:
+        self._seconds += seconds
+        self.seconds_of_peer[peer] = self.seconds_of_peer.get(peer, 0.0) + seconds
 
 
 class SendChannel:
@@ -88,7 +89,7 @@ class SendChannel:
     def acquire(self) -> Tensor:
         """The next slot [M, W], once the message that it held last has gone out."""
         if len(self._in_flight) == len(self._slots_MW):
-            with self._clock:
+            with self._clock.waiting_for(self._peer):
                 self._in_flight.popleft().wait()
         return self._slots_MW[self.sent % len(self._slots_MW)]
 
@@ -127,7 +128,7 @@ class ReceiveChannel:
 
     def receive(self) -> Tensor:
         """The slot [M, W] with the next message in its first rows, valid until `release`."""
-        with self._clock:
+        with self._clock.waiting_for(self._peer):
             self._posted.popleft().wait()
         slot_MW = self._slots_MW[self.received % len(self._slots_MW)]
         self.received += 1

@@ -288,6 +288,9 @@ def profile_run(
     config: Annotated[Path | None, typer.Option("--config", help="YAML configuration of a fresh short run.")] = None,
     topo: Annotated[str | None, typer.Option("--topo", help="Topology of a fresh short run.")] = None,
     steps: Annotated[int, typer.Option("--steps", min=1, help="Steps in the recorded window.")] = 4,
+    stacks: Annotated[
+        bool, typer.Option("--stacks", help="After the window a step with Python stacks, in profile/stacks/.")
+    ] = False,
     run: Annotated[str | None, typer.Option("--run", help="The running run, or the fresh one's name.")] = None,
     device: DeviceOption = "auto",
     overrides: Overrides = None,
@@ -302,7 +305,7 @@ def profile_run(
             raise UserError("a run that goes on takes neither overrides nor --device")
         from dflash_dist.commands import window_command
 
-        print(window_command(Path(run), steps))
+        print(window_command(Path(run), steps, stacks))
         return
     if config is None or topo is None:
         raise UserError("give --run NAME for a run that goes on, or --config FILE and --topo T-D for a fresh short one")
@@ -312,7 +315,7 @@ def profile_run(
     _check_device_name(device)
     from dflash_dist.commands import profile_command
 
-    raise SystemExit(profile_command(config, topology, steps, run, device, overrides or []))
+    raise SystemExit(profile_command(config, topology, steps, stacks, run, device, overrides or []))
 
 
 def _json_object(option: str, text: str) -> dict[str, Any]:

@@ -32,9 +32,11 @@ from dflash_dist.train.inputs import resolve_inputs
 from dflash_dist.train.launch import export_checkpoint
 from dflash_dist.train.launch import train as run_train
 from dflash_dist.train.run_folder import CONFIG, run_config, run_store
-from dflash_dist.train.window import ask_window
+from dflash_dist.train.window import ask_window, say_slowdown
 
 CACHE = ".cache/dflash_dist"
+STACK_STEPS = 1
+"""Of `profile run --stacks`: stacks make a trace many times larger."""
 
 
 def evaluate_command(
@@ -183,25 +185,27 @@ def export_command(run: Path, out: Path, form: str, checkpoint: str = "last") ->
 
 
 def profile_command(
-    config: Path, topology: Topology, steps: int, run: str | None, device: str, overrides: list[str]
+    config: Path, topology: Topology, steps: int, stacks: bool, run: str | None, device: str, overrides: list[str]
 ) -> int:
     """Trains a few steps under a new name with the trace window open; returns the exit code."""
-    start = 3
-    window = [f"profile.start_step={start}", f"profile.steps={steps}", f"train.max_steps={start + steps}"]
-    window += ["train.validate_every=0", f"train.checkpoint_every={start + steps}"]
+    start = 6  # the first step compiles, the one before the window is profiled too; what is between them is compared
+    last = start + steps + (STACK_STEPS + 1 if stacks else 0)
+    window = [f"profile.start_step={start}", f"profile.steps={steps}", f"profile.stack_steps={STACK_STEPS * stacks}"]
+    window += [f"train.max_steps={last}", "train.validate_every=0", f"train.checkpoint_every={last}"]
     overrides = [*overrides, *window]
     name = run or f"{config.stem}-profile-{time.strftime('%Y%m%d-%H%M%S')}"
     arguments = ["train", "--config", str(config), "--topo", str(topology), "--run", name, "--device", device]
     settings = load_config(config, overrides)
     steps_given = resolve_inputs(settings, topology).schedule.total_steps
-    if steps_given < start + steps:
+    if steps_given < last:
         raise UserError(
-            f"a window of {steps} steps from step {start} on needs a run of {start + steps}, but the data give "
+            f"a window of {steps} steps from step {start} on needs a run of {last}, but the data give "
             f"{steps_given}; lower --steps, add data or raise train.epochs"
         )
     code = run_train(settings, topology, device, name, [*arguments, *overrides], finish=False, allow_slow=True)
     if code == 0:
         folder = Path(settings.runs_dir) / name / "profile"
+        say_slowdown(folder, topology.drafter_rank(0), lambda line: print(line, file=sys.stderr))
         print(
             f"where the time goes: dflash-dist profile analyze {folder}; all ranks as one trace: dflash-dist profile "
             f"merge {folder}",
@@ -211,10 +215,10 @@ def profile_command(
     return code
 
 
-def window_command(run: Path, steps: int) -> Path:
+def window_command(run: Path, steps: int, stacks: bool) -> Path:
     """Has the process that trains the run record a window; returns the folder of the traces."""
     folder = find_run(run)
-    ask_window(folder, steps, lambda line: print(line, file=sys.stderr))
+    ask_window(folder, steps, STACK_STEPS * stacks, lambda line: print(line, file=sys.stderr))
     return folder / "profile"
 
 

@@ -210,6 +210,8 @@ class ProfileConfig:
     start_step: int = 5
     steps: int = 0
     """0: no trace."""
+    stack_steps: int = 0
+    """So many more, after one that is left out, with Python stacks in a trace of their own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -293,7 +295,7 @@ def _bounds(config: Config) -> list[tuple[str, float | None, float, float]]:
             "validation_batches": 1,
         },
         "evaluate": {"prompts": 1, "max_new_tokens": 1},
-        "profile": {"start_step": 1, "steps": 0},
+        "profile": {"start_step": 1, "steps": 0, "stack_steps": 0},
     }
     return [
         (f"{section}.{key}", getattr(getattr(config, section), key), low, _MOST.get(f"{section}.{key}", math.inf))

@@ -27,6 +27,8 @@ class Control:
         self._stop_asked, self._stop_passed_on = False, False
         self.published: dict[str, float] = {}
         """This rank's own progress, as it last told it."""
+        self.noted: dict[str, Any] = {}
+        """What else its loop knows of itself and tells no other rank; replaced, never changed."""
 
     def listen(self, signals: tuple[signal.Signals, ...]) -> None:
         """From now on each of the signals asks for a checkpoint and an orderly end."""
@@ -89,16 +91,19 @@ class Control:
             self._stop_passed_on = True
         return int(self._store.get("stop")) if self._store.check(["stop"]) else None
 
-    def lead_window(self, start_step: int, steps: int) -> None:
+    def lead_window(self, start_step: int, steps: int, stack_steps: int) -> None:
         """Called by the first drafter rank: has every rank trace these steps, which none has begun."""
-        self._store.set("window", json.dumps([start_step, steps]))
+        self._store.set("window", json.dumps([start_step, steps, stack_steps]))
 
-    def window(self) -> tuple[int, int] | None:
-        """(first step, steps) of the last window that was asked for; called by every rank once a step or more often."""
+    def window(self) -> tuple[int, int, int] | None:
+        """(first step, steps, steps with stacks) of the last window that was asked for; called by every rank.
+
+        Once a step or more often.
+        """
         if not self._store.check(["window"]):
             return None
-        start_step, steps = json.loads(self._store.get("window"))
-        return start_step, steps
+        start_step, steps, stack_steps = json.loads(self._store.get("window"))
+        return start_step, steps, stack_steps
 
     def publish(self, **facts: float) -> None:
         """Makes this rank's progress readable by the others."""

@@ -86,6 +86,7 @@ class StepReports:
         self._writer, self._checkpoints = writer, checkpoints
         self._clock = clock
         self._meter = Meter(context, source, HostCopy(torch.zeros(1, device=context.device)))
+        self._channels = source.channels if isinstance(source, ChannelSource) else {}
         self._pending: deque[_Pending] = deque()
         self._sums = torch.zeros(len(SUMS))
         self._begun_with = {
@@ -118,14 +119,14 @@ class StepReports:
         request = pending_request(context.run_folder) if context.leads else None
         if request is None:
             return
-        number, steps = request
-        start_step = step + steps_ahead(context.config, context.topology, LAG_STEPS)
-        if start_step + steps - 1 > context.schedule.total_steps:
-            steps = 0
-        else:
-            context.control.lead_window(start_step, steps)
-        written_by = start_step + steps + steps_ahead(context.config, context.topology, LAG_STEPS)
-        answer(context.run_folder, Window(number, start_step, steps, context.topology.world_size, written_by))
+        ahead = steps_ahead(context.config, context.topology, LAG_STEPS)
+        start_step = step + ahead
+        end_step = start_step + request.length
+        fits = end_step - 1 <= context.schedule.total_steps
+        if fits:
+            context.control.lead_window(start_step, request.steps, request.stack_steps)
+        window = Window(request.number, start_step, fits, context.topology.world_size, context.rank, end_step + ahead)
+        answer(context.run_folder, window)
 
     def checkpoint(self, step: int) -> None:
         """Has the state after `step`, as it is now, written once it is known that every step up to it was sound."""
@@ -150,6 +151,7 @@ class StepReports:
         """
         stats, (grad_norm, skipped) = pending.stats.get(), pending.outcome.get().tolist()
         wait_s = self._clock.seconds_at(pending.wait_mark)  # on every rank and step, or its events would pile up
+        self._note_ring_depths()
         if skipped:
             self._refuse(pending.step, stats)
         else:
@@ -164,6 +166,18 @@ class StepReports:
             self._write_row(self._writer, pending, val_loss, grad_norm, wait_s)
         if pending.checkpoint and self._checkpoints:
             self._checkpoints.write(self._run_state(pending.step, val_loss))
+
+    def _note_ring_depths(self) -> None:
+        """Has the stream say how many messages wait from each target rank."""
+        control, topology = self._context.control, self._context.topology
+        depths = {}
+        for target, channel in self._channels.items():
+            rank = topology.target_rank(target)
+            on_gloo = self._context.device.type == "cpu"  # NCCL's receives know by themselves
+            sent = control.progress(rank).get(f"sent/{self._context.drafter_number}", 0.0) if on_gloo else 0.0
+            depths[rank] = channel.depth(sent)
+        if depths:
+            control.noted = {"ring_depth": sum(depths.values()) / len(depths), "ring_depth_of_rank": depths}
 
     def _write_row(
         self, writer: MetricsWriter, pending: _Pending, val_loss: float | None, grad_norm: float, wait_s: float

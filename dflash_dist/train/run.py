@@ -104,7 +104,7 @@ def _init_process_group(world: World, topology: Topology, device: torch.device) 
 def _play(context: RankContext) -> None:
     """This rank's role, to the end of the run."""
     clock = WaitClock(context.device)
-    stream = _stream(context)
+    stream = _stream(context, clock)
     try:
         if context.topology.drafter_of(context.rank) is None:
             _run_target(context, clock)
@@ -134,21 +134,33 @@ def _trace_facts(config: Config, topology: Topology, device: torch.device) -> di
     }
 
 
-def _stream(context: RankContext) -> Stream | None:
+def _stream(context: RankContext, clock: WaitClock) -> Stream | None:
     """What this rank's process and GPU are like, a line a second in the run's folder, where the config asks for it."""
     if not context.config.profile.stream:
         return None
     path = context.run_folder / "profile" / "stream" / f"rank{context.rank}.jsonl"
     device = context.device.index if context.device.type == "cuda" else None
-    stream = Stream(path, device, facts=lambda: _published(context))
+    stream = Stream(path, device, facts=_StreamFacts(context.control, clock))
     stream.start()
     return stream
 
 
-def _published(context: RankContext) -> dict[str, Any]:
-    """What this rank tells the others of itself; the loop's own time under another name than that of the line."""
-    facts = dict(context.control.published)
-    return {"loop_s" if name == "time_s" else name: value for name, value in facts.items()}
+class _StreamFacts:
+    """This rank's progress as the loop last told it, and how long it waited for each peer since the last call.
+
+    Called on the stream's thread: it copies what the loop has read already, and asks neither the store nor a device.
+    """
+
+    def __init__(self, control: Control, clock: WaitClock) -> None:
+        self._control, self._clock = control, clock
+        self._last_s: dict[int, float] = {}
+
+    def __call__(self) -> dict[str, Any]:
+        seconds = dict(self._clock.seconds_of_peer)
+        waits_ms = {peer: round(1000 * (now_s - self._last_s.get(peer, 0.0)), 3) for peer, now_s in seconds.items()}
+        self._last_s = seconds
+        total_ms = round(sum(waits_ms.values()), 3)
+        return {**self._control.published, **self._control.noted, "wait_ms": total_ms, "wait_ms_of_rank": waits_ms}
 
 
 def _context(
@@ -182,6 +194,7 @@ def _context(
             role=topology.role(rank),
             start_step=config.profile.start_step,
             steps=config.profile.steps,
+            stack_steps=config.profile.stack_steps,
             metadata=_trace_facts(config, topology, device) | {"schedule": inputs.schedule.fingerprint()},
         ),
         drafter_group=_connected_group(drafter_ranks, rank, device),

@@ -19,10 +19,8 @@ import numpy as np
 from dflash_profiling.columns import identity, integers, nanoseconds, numbers, translated
 from dflash_profiling.communication import Communication, find_communication
 from dflash_profiling.slices import CATEGORIES, GPU_WORK, Category, Slices
-from dflash_profiling.trace_file import TraceError, events_of, load
+from dflash_profiling.trace_file import MAX_BYTES, TraceError, events_of, load
 
-MAX_BYTES = 600 * 2**20
-"""Of JSON: the limit of `read_trace`, which takes about 4 times as much memory."""
 _MAX_MALFORMED = 0.01
 _MAX_METADATA_CHARACTERS = 1 << 16
 MAX_US = 4e15

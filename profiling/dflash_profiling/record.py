@@ -8,13 +8,18 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections import deque
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_function
 
+STACKS = "stacks"
+"""The folder, within that of the traces, of those with Python stacks: no reader of the one looks into the other."""
+STEPS_BEFORE = 10
 _NO_SPAN: AbstractContextManager[None] = nullcontext()
 _recording = False
 
@@ -32,67 +37,100 @@ def _all_threads() -> Any:
         return None
 
 
+@dataclass(frozen=True)
+class _Part:
+    """Steps that go into one file."""
+
+    start_step: int
+    end_step: int
+    """The first one after them."""
+    with_stack: bool
+
+
 class TraceWindow:
     """Traces the steps `start_step` .. `start_step + steps - 1` of one rank's loop into `folder`; none if `steps` is 0.
 
-    The step before is profiled and thrown away, because the profiler's own start-up falls into it. The trace holds
-    `role`, `rank` and each key of `metadata` (JSON-able values) at its top level, and a `ProfilerStep#n` span for each
-    call of `advance`, with its step. Nothing here raises into the loop: what goes wrong is said on stderr and ends the
-    window.
+    Then, one step later, `stack_steps` more with Python stacks into `folder/stacks`: stacks make steps longer, so they
+    are never in the same file as times to go by.
+
+    The step before each is profiled and thrown away, because the profiler's own start-up falls into it. The trace holds
+    `role`, `rank` and each key of `metadata` (JSON-able values) at its top level, how long steps took on the host in
+    the window (`step_ms`) and before it (`step_ms_before`), and a `ProfilerStep#n` span for each call of `advance`,
+    with its step. Nothing here raises into the loop: what goes wrong is said on stderr and ends the window.
     """
 
     def __init__(
-        self, folder: Path, rank: int, role: str, start_step: int, steps: int, metadata: dict[str, Any]
+        self,
+        folder: Path,
+        rank: int,
+        role: str,
+        start_step: int,
+        steps: int,
+        metadata: dict[str, Any],
+        stack_steps: int = 0,
     ) -> None:
         self.folder = folder
         self.rank = rank
-        self.start_step = start_step
-        self.end_step = start_step + steps
         self.metadata = {"role": role, "rank": rank, **metadata}
         self._profiler: profile | None = None
-        self._done = steps == 0
+        self._asked = (start_step, steps, stack_steps)
+        self._parts = _parts(*self._asked)
+        self._times = _StepTimes()
 
-    def move(self, start_step: int, steps: int) -> None:
+    def move(self, start_step: int, steps: int, stack_steps: int = 0) -> None:
         """Trace these steps, unless a window is open; one that lies ahead gives way, and the last one is not repeated.
 
         To be called before `advance(start_step - 1)`; later the window has the steps that are left of it.
         """
-        if self._profiler is None and (start_step, start_step + steps) != (self.start_step, self.end_step):
-            self.start_step, self.end_step, self._done = start_step, start_step + steps, steps == 0
+        if self._profiler is None and (start_step, steps, stack_steps) != self._asked:
+            self._asked = (start_step, steps, stack_steps)
+            self._parts = _parts(*self._asked)
 
     def advance(self, step: int) -> None:
         """Open, continue or end the trace; called by the loop at the start of each step, with its number.
 
         A loop may leave steps out, and may call this several times in one step, such as once a batch.
         """
-        if self._done or step < self.start_step - 1:
-            return
-        if step >= self.end_step:
-            self.close()
+        self._times.end(step, recorded=_recording, profiled=self._profiler is not None)
+        self._advance(step)
+        self._times.begin(step)
+
+    def _advance(self, step: int) -> None:
+        while self._parts and step >= self._parts[0].end_step:
+            self._end_part()
+        if not self._parts or step < self._parts[0].start_step - 1:
             return
         try:
             if self._profiler is None:
-                self._open()
-            if step >= self.start_step:
+                self._open(self._parts[0])
+            if step >= self._parts[0].start_step:
                 self._record(step)
         except Exception as error:
             self._give_up("be taken", error)
 
     def close(self) -> None:
         """End the window at the end of the loop; what was recorded so far is written."""
+        if self._parts:
+            self._end_part()
+        self._parts.clear()
+
+    def _end_part(self) -> None:
         global _recording
+        part = self._parts.popleft()
         profiler, recorded = self._profiler, _recording
-        self._profiler, self._done, _recording = None, True, False
+        self._profiler, _recording = None, False
         if profiler is None:
             return
         try:
+            for key, value in self._times.facts().items():
+                profiler.add_metadata_json(key, json.dumps(value))
             profiler.stop()
             if recorded:
-                self._write(profiler)
+                self._write(profiler, self.folder / STACKS if part.with_stack else self.folder)
         except Exception as error:
             self._give_up("be written", error)
 
-    def _open(self) -> None:
+    def _open(self, part: _Part) -> None:
         """Start the warm-up; it lasts until `_record`, a whole step where the loop began before the window."""
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
@@ -101,12 +139,14 @@ class TraceWindow:
             activities=activities,
             schedule=lambda _: ProfilerAction.RECORD if _recording else ProfilerAction.WARMUP,
             record_shapes=True,
+            with_stack=part.with_stack,
             experimental_config=_all_threads(),
         )
         for key, value in self.metadata.items():
             profiler.preset_metadata_json(key, json.dumps(value))
         profiler.start()
         self._profiler = profiler
+        self._times.open()
 
     def _record(self, step: int) -> None:
         global _recording
@@ -115,20 +155,21 @@ class TraceWindow:
         self._profiler.step_num = step - 1  # which step() counts up: ProfilerStep#n carries the loop's own number
         self._profiler.step()
 
-    def _write(self, profiler: profile) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
+    def _write(self, profiler: profile, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
         stem = f"rank{self.rank}.{time.time_ns()}"
-        part = self.folder / f"{stem}.part.gz"  # no reader takes this name for a trace
+        part = folder / f"{stem}.part.gz"  # no reader takes this name for a trace
         try:
             profiler.export_chrome_trace(str(part))
-            part.rename(self.folder / f"{stem}.pt.trace.json.gz")
+            part.rename(folder / f"{stem}.pt.trace.json.gz")
         finally:
             part.unlink(missing_ok=True)
 
     def _give_up(self, what: str, error: Exception) -> None:
         global _recording
         profiler, self._profiler = self._profiler, None
-        self._done, _recording = True, False
+        _recording = False
+        self._parts.clear()
         if profiler is not None:
             with suppress(Exception):
                 profiler.stop()
@@ -136,3 +177,46 @@ class TraceWindow:
         print(
             f"warning: the trace of rank {self.rank} could not {what}: {type(error).__name__}: {text}", file=sys.stderr
         )
+
+
+def _parts(start_step: int, steps: int, stack_steps: int) -> deque[_Part]:
+    """Those of a window that have steps."""
+    end_step = start_step + steps
+    stacks = _Part(end_step + 1, end_step + 1 + stack_steps, with_stack=True)
+    parts = (_Part(start_step, end_step, with_stack=False), stacks)
+    return deque(part for part in parts if part.end_step > part.start_step)
+
+
+class _StepTimes:
+    """How long the loop's steps take on the host, without what `advance` itself takes, such as writing a trace."""
+
+    def __init__(self) -> None:
+        self._step: int | None = None
+        self._began_s = 0.0
+        self._is_first = True
+        self._before_ms: deque[float] = deque(maxlen=STEPS_BEFORE)
+        self._inside_ms: list[float] = []
+
+    def open(self) -> None:
+        """A window begins."""
+        self._inside_ms = []
+
+    def end(self, step: int, recorded: bool, profiled: bool) -> None:
+        """The step before is over, should `step` be another; the first one and one of warm-up count nowhere."""
+        if self._step is None or step <= self._step:
+            return
+        took_ms = round(1e3 * (time.perf_counter() - self._began_s) / (step - self._step), 3)
+        if recorded:
+            self._inside_ms.append(took_ms)
+        elif not profiled and not self._is_first:
+            self._before_ms.append(took_ms)
+        self._is_first = False
+
+    def begin(self, step: int) -> None:
+        """`step` goes on from here, or begins here."""
+        if step != self._step:
+            self._step, self._began_s = step, time.perf_counter()
+
+    def facts(self) -> dict[str, list[float]]:
+        """What a trace says of them."""
+        return {"step_ms_before": list(self._before_ms), "step_ms": self._inside_ms}

@@ -17,6 +17,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from dflash_profiling.gil import GilSampler
+from dflash_profiling.kernel_events import KernelEvents
+
 PERIOD_S = 1.0
 PROBES, PROBE_S = 40, 1e-3
 """A sleep of a millisecond ends late where the scheduler or the GIL is late: forty a second cost a thousandth of it."""
@@ -25,13 +28,16 @@ PROBES, PROBE_S = 40, 1e-3
 class Stream:
     """Writes to `path` from `start` to `close`, or within a `with`; lines are added to those of an earlier process.
 
-    `facts` gives values of the program's own for each line, such as the depth of a queue; it must not wait. What goes
-    wrong ends the stream with a line on stderr, never the program.
+    `facts` gives values of the program's own for each line, such as the depth of a queue; it must not wait, and where
+    it has a key of the stream's own, that one stands. What goes wrong ends the stream with a line on stderr, never
+    the program.
     """
 
     def __init__(self, path: Path, device: int | None = None, facts: Callable[[], dict[str, Any]] | None = None):
         self._path, self._facts = path, facts
+        self._kernel_events, self._gil = KernelEvents(), GilSampler()
         self._sources: list[Callable[[], dict[str, Any]]] = [_Process().read, _Compiler().read]
+        self._sources += [self._kernel_events.read, self._gil.read]
         self._sources += [] if device is None else [_Allocator(device).read, _Gpu(device).read]
         self._pauses = _Pauses()
         self._ended = threading.Event()
@@ -53,6 +59,8 @@ class Stream:
         """Ends; the last line is whole."""
         self._ended.set()
         self._thread.join()
+        self._kernel_events.close()
+        self._gil.close()
         with contextlib.suppress(ValueError):
             gc.callbacks.remove(self._pauses)
 
@@ -73,8 +81,8 @@ class Stream:
         line: dict[str, Any] = {"time_s": round(time.time(), 3), **_wakeups(), **self._pauses.read()}
         for source in self._sources:
             line |= source()
-        line |= self._facts() if self._facts is not None else {}
-        return line | {"own_cpu_s": round(time.thread_time(), 4)}
+        facts = self._facts() if self._facts is not None else {}
+        return facts | line | {"own_cpu_s": round(time.thread_time() + self._gil.cpu_s, 4)}
 
 
 def _wakeups() -> dict[str, Any]:
@@ -129,13 +137,12 @@ class _Compiler:
     """What torch.compile has made so far; nothing before it is loaded."""
 
     def read(self) -> dict[str, Any]:
-        utils = sys.modules.get("torch._dynamo.utils")
-        if utils is None:
+        counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", None)
+        if counters is None:  # not loaded, or another thread is half through it
             return {}
-        counters = utils.counters
         return {
             "compiled_graphs": counters["stats"].get("unique_graphs", 0),
-            "graph_breaks": sum(counters["graph_break"].values()),
+            "graph_breaks": sum(list(counters["graph_break"].values())),
         }
 
 

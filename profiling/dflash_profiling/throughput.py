@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 METRICS_FILE = "metrics.jsonl"
@@ -53,6 +54,16 @@ def find_throughput(folder: Path, first_step: int | None, last_step: int | None)
     if beside := before[-NEAREST:] + after[:NEAREST]:
         return _total(beside, True)
     return _total([line for line in lines if line.first_step <= last_step and line.last_step >= first_step], False)
+
+
+def step_slowdown(metadata: dict[str, Any]) -> float | None:
+    """The median step of a window over the median step before it, by a trace of `record.TraceWindow`.
+
+    None where the trace does not say, or its window began before a step was over.
+    """
+    lists = [metadata.get(key) for key in ("step_ms", "step_ms_before")]
+    inside, before = ([ms for ms in some if _is_number(ms)] if isinstance(some, list) else [] for some in lists)
+    return median(inside) / median(before) if inside and before and median(before) > 0 else None
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:

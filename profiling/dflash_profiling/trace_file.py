@@ -8,6 +8,9 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+MAX_BYTES = 600 * 2**20
+"""Of JSON: the limit of who reads a trace, which takes about 4 times as much memory."""
+
 
 class TraceError(Exception):
     """A file that cannot be read as a trace: one sentence that names it, says what it is and what to do."""
@@ -57,6 +60,11 @@ def _read(path: Path, max_bytes: int) -> bytes:
             "or leave out stacks and shapes"
         )
     return data
+
+
+def read_metadata(path: Path, max_bytes: int = MAX_BYTES) -> dict[str, Any]:
+    """The top-level keys of a trace but its events; TraceError as of `load`."""
+    return events_of(path, load(path, max_bytes))[1]
 
 
 def events_of(path: Path, document: Any) -> tuple[list[Any], dict[str, Any]]:

@@ -74,14 +74,15 @@ def tensorboard(folder: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 
 def loop(rank: int, folder: str) -> None:
-    """Two worlds in one: messages alone in the first window, with a sum over both ranks in the second."""
+    """Two worlds in one: messages alone in the first window, with a sum over both ranks, and stacks, in the second."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
     windows: list[tuple[str, bool]] = [("messages", False), ("sums", True)]
     for name, sums in windows:
-        window = TraceWindow(Path(folder) / name, rank, ["target", "drafter"][rank], 2, 2, {"topology": "1-1"})
+        role = ["target", "drafter"][rank]
+        window = TraceWindow(Path(folder) / name, rank, role, 2, 2, {"topology": "1-1"}, stack_steps=int(sums))
         tensor = torch.zeros(1 << 10)
-        for step in range(1, 5):
+        for step in range(1, 7):
             window.advance(step)
             with span("forward"):
                 torch.ones(64, 64) @ torch.ones(64, 64)
@@ -163,6 +164,7 @@ def test_every_view_that_is_offered_answers(runs: Path) -> None:
     assert views == {
         "messages": always,  # sends and receives alone give no Distributed view
         "sums": always | {"Distributed"},
+        "sums/stacks": always | {"Distributed"},
         "gpu": always | {"Kernel"},
         "memory": always | {"Memory", "Module"},
         "hostile": always,
@@ -170,6 +172,7 @@ def test_every_view_that_is_offered_answers(runs: Path) -> None:
     assert workers == {
         "messages": {"rank0", "rank1"},  # neither the merged trace nor any other file
         "sums": {"rank0", "rank1", "All"},
+        "sums/stacks": {"rank0", "rank1", "All"},
         "gpu": {"rank0", "rank1", "rank2"},
         "memory": {"host_1"},
         "hostile": {"rank0"},

@@ -86,6 +86,7 @@ class Running:
             text=True,
             env=ENVIRONMENT | environment,
             start_new_session=True,
+            pipesize=2**20,  # nobody reads before the end, and a world whose pipe is full stands still
         )
 
     def wait_for_step(self, step: int) -> None:

@@ -83,8 +83,8 @@ def test_a_trace_window_longer_than_the_run(make: Maker) -> None:
     from dflash_dist.errors import UserError
     from dflash_dist.topology import parse_topology
 
-    with pytest.raises(UserError, match="needs a run of 203, but the data give"):
-        profile_command(make(), parse_topology("x1"), 200, None, "cpu", [])
+    with pytest.raises(UserError, match="needs a run of 206, but the data give"):
+        profile_command(make(), parse_topology("x1"), 200, False, None, "cpu", [])
 
 
 def test_batches_that_drafters_cannot_share(make: Maker) -> None:

@@ -4,13 +4,16 @@ import gzip
 import json
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 import torch
 
 from dflash_profiling import record
+from dflash_profiling.kineto import read_folder
 from dflash_profiling.record import TraceWindow, span
+from dflash_profiling.throughput import step_slowdown
 
 
 def run_loop(window: TraceWindow, steps: Iterable[int]) -> None:
@@ -22,7 +25,7 @@ def run_loop(window: TraceWindow, steps: Iterable[int]) -> None:
 
 
 def read_trace(folder: Path) -> dict:
-    (path,) = folder.iterdir()
+    (path,) = folder.glob("*.gz")
     assert path.name.startswith("rank3.") and path.name.endswith(".pt.trace.json.gz")
     with gzip.open(path, "rt") as file:
         return json.load(file)
@@ -75,6 +78,58 @@ def test_steps_that_are_left_out_or_repeated_keep_their_numbers(tmp_path: Path) 
 def test_first_step_can_be_traced(tmp_path: Path) -> None:
     run_loop(TraceWindow(tmp_path, 3, "target", start_step=1, steps=1, metadata={}), range(1, 4))
     assert span_names(read_trace(tmp_path)) == ["ProfilerStep#1", "forward 1"]
+
+
+def test_stacks_are_in_a_trace_of_their_own(tmp_path: Path) -> None:
+    """A step is left out between the two, and who reads the folder reads the window without stacks."""
+    window = TraceWindow(tmp_path, 3, "drafter", start_step=3, steps=2, metadata={}, stack_steps=1)
+    run_loop(window, range(1, 10))
+    plain, stacked = read_trace(tmp_path), read_trace(tmp_path / "stacks")
+    assert span_names(plain) == ["ProfilerStep#3", "forward 3", "ProfilerStep#4", "forward 4"]
+    assert span_names(stacked) == ["ProfilerStep#6", "forward 6"]
+    frames = [[e["name"] for e in t["traceEvents"] if e.get("cat") == "python_function"] for t in (plain, stacked)]
+    assert not frames[0] and any("run_loop" in name for name in frames[1])
+    assert ("with_stack" in plain, stacked["with_stack"]) == (False, 1)
+    (read,) = read_folder(tmp_path)
+    assert read.metadata.get("with_stack") is None
+    window.move(12, 1, 1)
+    run_loop(window, range(10, 20))
+    assert len(list(tmp_path.glob("*.gz"))) == len(list((tmp_path / "stacks").glob("*.gz"))) == 2
+
+
+@pytest.mark.parametrize("batches", [1, 3], ids=["advance a step", "advance a batch"])
+def test_a_trace_says_how_long_steps_took_before_and_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batches: int
+) -> None:
+    """Without the first step, that of the warm-up, and what writing takes; a step that is left out counts as one."""
+    clock = SimpleNamespace(now_s=0.0, time_ns=lambda: 7)
+    clock.perf_counter = lambda: clock.now_s
+    monkeypatch.setattr(record, "time", clock)
+    window = TraceWindow(tmp_path, 3, "drafter", start_step=6, steps=3, metadata={})
+    write = window._write
+
+    def write_slowly(*arguments: object) -> None:
+        clock.now_s += 1000
+        write(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(window, "_write", write_slowly)
+    took_s = {1: 50, 2: 1, 3: 4, 5: 99, 6: 2, 7: 3, 8: 4, 9: 5, 10: 6}
+    for step, seconds in took_s.items():
+        for _ in range(batches):
+            window.advance(step)
+            clock.now_s += seconds / batches
+    assert not window._parts
+    trace = read_trace(tmp_path)
+    assert trace["step_ms_before"] == pytest.approx([1000, 2000], abs=0.01)
+    assert trace["step_ms"] == pytest.approx([2000, 3000, 4000], abs=0.01)
+    assert step_slowdown(trace) == pytest.approx(2)
+    window.move(13, 1)
+    for step in (11, 12, 13, 14):
+        window.advance(step)
+        clock.now_s += 8
+    newest = json.loads(gzip.decompress((tmp_path / "rank3.7.pt.trace.json.gz").read_bytes()))
+    assert newest["step_ms_before"] == pytest.approx([1000, 2000, 5000, 6000, 8000], abs=0.01)
+    assert newest["step_ms"] == [8000]
 
 
 @pytest.mark.parametrize(
