@@ -68,7 +68,10 @@ def main() -> None:
     ratio = statistics.median(on / off for on, off in zip(rates[True], rates[False], strict=True))
     own = max(line["own_cpu_s"] for line in lines) / options.seconds
     with_it, without = (statistics.median(rates[key]) for key in (True, False))
-    print(f"{options.shape}: {with_it:.3f} steps/s with, {without:.3f} without, ratio {ratio:.4f}; own processor time {own:.4f}")
+    print(
+        f"{options.shape}: {with_it:.3f} steps/s with, {without:.3f} without, ratio {ratio:.4f}; "
+        f"own processor time {own:.4f}"
+    )
     print(f"last line: {json.dumps(lines[-1])}")
     if options.json:
         options.json.write_text(json.dumps({"ratio": ratio, "own_cpu_share": own, "rates": list(rates.values())}))

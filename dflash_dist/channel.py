@@ -89,7 +89,7 @@ class SendChannel:
     def acquire(self) -> Tensor:
         """The next slot [M, W], once the message that it held last has gone out."""
         if len(self._in_flight) == len(self._slots_MW):
-            with self._clock.waiting_for(self._peer):
+            with self._clock.waiting_for(self.peer):
                 self._in_flight.popleft().wait()
         return self._slots_MW[self.sent % len(self._slots_MW)]
 
@@ -128,7 +128,7 @@ class ReceiveChannel:
 
     def receive(self) -> Tensor:
         """The slot [M, W] with the next message in its first rows, valid until `release`."""
-        with self._clock.waiting_for(self._peer):
+        with self._clock.waiting_for(self.peer):
             self._posted.popleft().wait()
         slot_MW = self._slots_MW[self.received % len(self._slots_MW)]
         self.received += 1

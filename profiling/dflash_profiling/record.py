@@ -30,7 +30,13 @@ def span(name: str) -> AbstractContextManager[Any]:
 
 
 def _all_threads() -> Any:
-    """torch's switch that records the work of every thread, such as one that loads; None where it has none."""
+    """torch's switch that records the work of every thread, such as one that loads; None where it has none.
+
+    Nor over gloo: there torch would write the end of an operation that outlives the window, on whatever thread it was
+    begun, into memory that is freed by then (seen with torch 2.13 as heap corruption).
+    """
+    if torch.distributed.is_initialized() and "gloo" in torch.distributed.get_backend():
+        return None
     try:
         return torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
     except TypeError:

@@ -164,3 +164,13 @@ def test_a_window_that_cannot_open_warns_and_training_goes_on(
 def test_profiling_folder_is_not_a_package() -> None:
     """`profiling` is a standard library package from Python 3.15; an __init__.py here would hide it."""
     assert not (Path(record.__file__).parents[1] / "__init__.py").exists()
+
+
+def test_over_gloo_only_the_loops_own_thread_is_recorded(tmp_path: Path) -> None:
+    """An operation on another thread that outlives the window would be ended in freed memory."""
+    assert record._all_threads() is not None
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/ranks", rank=0, world_size=1)
+    try:
+        assert record._all_threads() is None
+    finally:
+        torch.distributed.destroy_process_group()
