@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import signal
 import sys
@@ -145,6 +146,12 @@ def _stream(context: RankContext, clock: WaitClock) -> Stream | None:
     return stream
 
 
+def _collect_as_usual() -> None:
+    """After start-up, whose objects stay and need not be looked at again; cycles of the loop may hold tensors."""
+    gc.freeze()
+    gc.set_threshold(2_000)
+
+
 class _StreamFacts:
     """This rank's progress as the loop last told it, and how long it waited for each peer since the last call.
 
@@ -230,6 +237,7 @@ def _run_target(context: RankContext, clock: WaitClock) -> None:
     if context.device.type == "cuda":
         _warm_up_target(context, forward, channels)
     dist.barrier()
+    _collect_as_usual()
     target_loop(context, forward, channels, clock)
 
 
@@ -293,6 +301,7 @@ def _run_drafter(context: RankContext, clock: WaitClock) -> None:
         writer.truncate_after(context.start_step)
     reports = StepReports(context, optimizer, source, clock, writer, checkpoints)
     try:
+        _collect_as_usual()
         drafter_loop(context, FilledSource(source, zero_source(context, ends)), model, ends, optimizer, reports)
         reports.finish()
     except Exception as error:

@@ -35,7 +35,7 @@ def _all_threads() -> Any:
     Nor over gloo: there torch would write the end of an operation that outlives the window, on whatever thread it was
     begun, into memory that is freed by then (seen with torch 2.13 as heap corruption).
     """
-    if torch.distributed.is_initialized() and "gloo" in torch.distributed.get_backend():
+    if torch.distributed.is_initialized() and "gloo" in str(torch.distributed.get_backend_config()):
         return None
     try:
         return torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
