@@ -45,9 +45,10 @@ def _has_own_backward(query_Qnd: Tensor) -> bool:
     if not query_Qnd.is_cuda or torch.are_deterministic_algorithms_enabled():
         return False
     half = query_Qnd.dtype in (torch.bfloat16, torch.float16)
-    properties: Any = torch.cuda.get_device_properties(query_Qnd.device)
+    properties = torch.cuda.get_device_properties(query_Qnd.device)
+    memory_bytes: int = getattr(properties, "shared_memory_per_block_optin", 0)  # AMD's have no such fact
     return (
-        half and query_Qnd.shape[-1] in HEAD_SIZES and properties.shared_memory_per_block_optin >= SHARED_MEMORY_BYTES
+        half and query_Qnd.shape[-1] in HEAD_SIZES and memory_bytes >= SHARED_MEMORY_BYTES
     )
 
 

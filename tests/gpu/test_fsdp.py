@@ -9,9 +9,9 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from dflash_dist.config import TrainConfig
-from dflash_dist.drafter.anchors import draw_blocks
+from dflash_dist.drafter.anchors import BlockTensors, draw_blocks
 from dflash_dist.drafter.config import DrafterConfig
-from dflash_dist.drafter.loss import block_sums
+from dflash_dist.drafter.loss import backward_in_groups, block_sums
 from dflash_dist.drafter.model import DFlashDrafter
 from dflash_dist.target.load import TargetEnds
 from dflash_dist.train.gradients import shard_drafter
@@ -31,7 +31,7 @@ CONFIG = DrafterConfig(
     initializer_range=0.02, block_size=8, target_layer_ids=(1, 3), num_target_layers=6, mask_token_id=MASK,
     layer_types=("full_attention",) * 5, sliding_window=None, is_causal=None,
 )  # fmt: skip
-TOKENS = 2048
+DEVICE, TOKENS = "cuda", 2048
 
 
 @pytest.mark.parametrize("shard", ["none", "fsdp"])
@@ -43,32 +43,71 @@ def test_communication_overlaps_the_backward_pass_and_no_host_waits(tmp_path: Pa
     assert together_us > 0
 
 
-def rank_main(rank: int, folder: Path, shard: str) -> None:
-    """One rank: warms up, takes a step in which any host wait is an error, and traces the backward pass of another."""
-    device = torch.device("cuda", rank)
-    torch.cuda.set_device(device)
+def test_the_sum_over_ranks_of_batches_in_groups_of_anchors(tmp_path: Path) -> None:
+    """It begins with the last group of the last batch, and holds all of them."""
+    torch.multiprocessing.spawn(sum_main, (tmp_path,), nprocs=2)
+
+
+def sum_main(rank: int, folder: Path) -> None:
+    """One rank: compares the sum that overlaps the backward pass with one of the whole gradient afterwards."""
+    group = join(rank, folder)
+    drafter = DFlashDrafter(CONFIG, attention="flex")
+    drafter.init_weights(0)
+    drafter.to(DEVICE)
+    ends, *inputs = inputs_of(rank)
+
+    def gradient(ranks: dist.ProcessGroup | None) -> torch.Tensor:
+        optimizer = Optimizer(drafter, TrainConfig(), 10, ranks)
+        optimizer.zero_grad()
+        for last in (False, True):
+            backward_in_groups(
+                drafter, ends, *inputs, 200, 64, forward=lambda: torch.autocast(DEVICE, torch.bfloat16),
+                backward=lambda last_group, last=last: optimizer.overlap(last and last_group),
+            )  # fmt: skip
+        optimizer.reduce()
+        return optimizer._gradients.flat
+
+    together, afterwards = gradient(group), gradient(None)
+    dist.all_reduce(afterwards, group=group)
+    assert (together - afterwards).norm() <= 1e-3 * afterwards.norm() > 0
+    dist.destroy_process_group()
+
+
+def join(rank: int, folder: Path) -> dist.ProcessGroup:
+    """The group of both ranks."""
+    torch.cuda.set_device(rank)
     dist.init_process_group("nccl", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
     group = dist.new_group([0, 1])
     assert group is not None
+    return group
+
+
+def inputs_of(rank: int) -> tuple[TargetEnds, torch.Tensor, torch.Tensor, BlockTensors]:
+    """The target's ends, and a rank's own batch: states, positions and blocks."""
+    blocks = draw_blocks(
+        documents([TOKENS], seed=rank), block_size=8, mask_token_id=MASK, anchors_per_document=512, max_anchors=512,
+        gamma=4.0, seed=0, epoch=1, pad_to=512,
+    ).to(DEVICE)  # fmt: skip
+    generator = torch.Generator(DEVICE).manual_seed(rank)
+    features = torch.randn(TOKENS, 2 * CONFIG.hidden_size, generator=generator, device=DEVICE)
+    table = torch.nn.Embedding(VOCAB, CONFIG.hidden_size, device=DEVICE)
+    return TargetEnds(table, features[:VOCAB, :1024], None), features, torch.arange(TOKENS, device=DEVICE), blocks
+
+
+def rank_main(rank: int, folder: Path, shard: str) -> None:
+    """One rank: warms up, takes a step in which any host wait is an error, and traces the backward pass of another."""
+    group = join(rank, folder)
     drafter = DFlashDrafter(CONFIG)
     drafter.init_weights(0)
     if shard == "fsdp":
-        shard_drafter(drafter, group, device)
-    drafter.to(device)
+        shard_drafter(drafter, group, torch.device(DEVICE, rank))
+    drafter.to(DEVICE)
     optimizer = Optimizer(drafter, TrainConfig(), 10, group)
-    pack = documents([TOKENS], seed=rank)
-    blocks = draw_blocks(
-        pack, block_size=8, mask_token_id=MASK, anchors_per_document=512, max_anchors=512, gamma=4.0, seed=0, epoch=1,
-        pad_to=512,
-    ).to(device)  # fmt: skip
-    generator = torch.Generator(device).manual_seed(rank)
-    features = torch.randn(TOKENS, 2 * CONFIG.hidden_size, generator=generator, device=device)
-    ends = TargetEnds(torch.nn.Embedding(VOCAB, CONFIG.hidden_size, device=device), features[:VOCAB, :1024], None)
-    inputs = (features, torch.arange(TOKENS, device=device))
+    ends, *inputs = inputs_of(rank)
 
     def backward(last: bool) -> torch.Tensor:
         with torch.autocast("cuda", torch.bfloat16):
-            sums = block_sums(drafter, ends, *inputs, blocks, chunk=512)
+            sums = block_sums(drafter, ends, *inputs, chunk=512)
         with optimizer.overlap(last):
             sums[0].backward()
         return torch.cat([sums.detach(), optimizer.gradient_is_finite()[None]])
