@@ -31,7 +31,7 @@ class Linear(nn.Module):
         self.keep_cast = False
         """Whether `cast` stays from pass to pass.
 
-        Who changes the weight past autograd's count, as our AdamW kernel does and torch's fused one, must change `cast`.
+        Who changes the weight past autograd's count, as our AdamW kernel and torch's fused one do, must change it, too.
         """
         self.cast: Tensor | None = None
         self._cast_of = (0, 0)
