@@ -30,7 +30,7 @@ HEAD_SIZES = (16, 32, 64, 128)
 def attend(query_Qnd: Tensor, key_Smd: Tensor, value_Smd: Tensor, mask: Mask) -> Tensor:
     """[Q, n, d] attention; queries that see nothing get zeros. Each group of n / m query heads shares keys."""
     if isinstance(mask, FlexMask):
-        if _has_own_backward(query_Qnd) and torch.is_grad_enabled():
+        if _has_own_backward(query_Qnd, key_Smd) and torch.is_grad_enabled():
             return _FlexAttention.apply(query_Qnd, key_Smd, value_Smd, mask)
         return _flex(query_Qnd, key_Smd, value_Smd, mask)
     query, key, value = (x.transpose(0, 1)[None] for x in (query_Qnd, key_Smd, value_Smd))
@@ -39,11 +39,12 @@ def attend(query_Qnd: Tensor, key_Smd: Tensor, value_Smd: Tensor, mask: Mask) ->
     return out_Qnd if mask is None else out_Qnd.masked_fill(mask.padding_Q[:, None, None], 0.0)
 
 
-def _has_own_backward(query_Qnd: Tensor) -> bool:
+def _has_own_backward(query_Qnd: Tensor, key_Smd: Tensor) -> bool:
     """Whether the kernel takes these; it adds in no fixed order, which those who ask torch for one do not want."""
+    countable = max(query_Qnd.numel(), key_Smd.numel()) < 2**31  # the kernel's places are of 32 bits
     half = query_Qnd.dtype in (torch.bfloat16, torch.float16)
     fixed_order = torch.are_deterministic_algorithms_enabled()
-    return query_Qnd.is_cuda and half and query_Qnd.shape[-1] in HEAD_SIZES and not fixed_order
+    return query_Qnd.is_cuda and half and countable and query_Qnd.shape[-1] in HEAD_SIZES and not fixed_order
 
 
 class _FlexAttention(torch.autograd.Function):
