@@ -31,7 +31,7 @@ SHARED_MEMORY_BYTES = 200_000
 def attend(query_Qnd: Tensor, key_Smd: Tensor, value_Smd: Tensor, mask: Mask) -> Tensor:
     """[Q, n, d] attention; queries that see nothing get zeros. Each group of n / m query heads shares keys."""
     if isinstance(mask, FlexMask):
-        if _has_own_backward(query_Qnd) and torch.is_grad_enabled():
+        if _has_own_backward(query_Qnd, key_Smd) and torch.is_grad_enabled():
             return _FlexAttention.apply(query_Qnd, key_Smd, value_Smd, mask)
         return _flex(query_Qnd, key_Smd, value_Smd, mask)
     query, key, value = (x.transpose(0, 1)[None] for x in (query_Qnd, key_Smd, value_Smd))
@@ -40,16 +40,18 @@ def attend(query_Qnd: Tensor, key_Smd: Tensor, value_Smd: Tensor, mask: Mask) ->
     return out_Qnd if mask is None else out_Qnd.masked_fill(mask.padding_Q[:, None, None], 0.0)
 
 
-def _has_own_backward(query_Qnd: Tensor) -> bool:
+def _has_own_backward(query_Qnd: Tensor, key_Smd: Tensor) -> bool:
     """Whether the kernel takes these; it adds in no fixed order, which those who ask torch for one do not want."""
-    if not query_Qnd.is_cuda or torch.are_deterministic_algorithms_enabled():
-        return False
     half = query_Qnd.dtype in (torch.bfloat16, torch.float16)
-    properties = torch.cuda.get_device_properties(query_Qnd.device)
-    memory_bytes: int = getattr(properties, "shared_memory_per_block_optin", 0)  # AMD's have no such fact
-    return (
-        half and query_Qnd.shape[-1] in HEAD_SIZES and memory_bytes >= SHARED_MEMORY_BYTES
-    )
+    countable = max(query_Qnd.numel(), key_Smd.numel()) < 2**31  # the kernel's places are of 32 bits
+    fixed_order = torch.are_deterministic_algorithms_enabled()
+    fits = query_Qnd.shape[-1] in HEAD_SIZES and half and countable
+    return query_Qnd.is_cuda and fits and not fixed_order and _block_bytes(query_Qnd.device) >= SHARED_MEMORY_BYTES
+
+
+def _block_bytes(device: torch.device) -> int:
+    """The memory that a block may have; AMD's cards do not tell."""
+    return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0))
 
 
 class _FlexAttention(torch.autograd.Function):

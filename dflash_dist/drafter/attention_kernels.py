@@ -41,12 +41,13 @@ def attention_backward(
     queries, heads, size = query_Qnd.shape
     keys, key_heads, _ = key_Smd.shape
     query_gradient_Qnd = torch.zeros(query_Qnd.shape, dtype=torch.float32, device=query_Qnd.device)
+    key_Smd, value_Smd = key_Smd.contiguous(), value_Smd.contiguous()  # the gradients are to be laid out alike
     key_gradient_Smd, value_gradient_Smd = torch.empty_like(key_Smd), torch.empty_like(value_Smd)
     blocks = mask.blocks
     _backward_kernel[key_heads, triton.cdiv(keys, BLOCK_KEYS)](
         query_Qnd.contiguous(),
-        key_Smd.contiguous(),
-        value_Smd.contiguous(),
+        key_Smd,
+        value_Smd,
         gradient_Qnd.contiguous(),
         log_sum_nQ.contiguous(),
         inner_Qn,

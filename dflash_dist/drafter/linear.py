@@ -29,9 +29,13 @@ class Linear(nn.Module):
         self.in_features = inputs
         self.weight = nn.Parameter(torch.empty(outputs, inputs))  # drawn or loaded by the whole model
         self.keep_cast = False
-        """Whether `cast` stays from pass to pass: who changes the weight past autograd's count must change it, too."""
+        """Whether `cast` stays from pass to pass.
+
+        Who changes the weight past autograd's count, as our AdamW kernel and torch's fused one do, must change it, too.
+        """
         self.cast: Tensor | None = None
-        self._version = 0
+        self._cast_of = (0, 0)
+        """The place and the count of changes of the weight that was cast."""
 
     def forward(self, x: Tensor, norm: RMSNorm | None = None, *others: Linear) -> Any:
         """[..., O] for [..., I].
@@ -52,12 +56,16 @@ class Linear(nn.Module):
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.weight.dtype
         if dtype == self.weight.dtype:
             return self.weight.detach()
-        if self.cast is not None and self.cast.dtype == dtype and self._version == self.weight._version:
+        if self.cast is not None and self.cast.dtype == dtype and self._cast_of == self._weight_now():
             return self.cast
         cast_OI = self.weight.detach().to(dtype)
         if self.keep_cast and not torch.is_inference_mode_enabled():
-            self.cast, self._version = cast_OI, self.weight._version
+            self.cast, self._cast_of = cast_OI, self._weight_now()
         return cast_OI
+
+    def _weight_now(self) -> tuple[int, int]:
+        """Other than before where the weight was changed or replaced."""
+        return self.weight.data_ptr(), self.weight._version
 
 
 @contextlib.contextmanager

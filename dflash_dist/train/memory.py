@@ -42,10 +42,14 @@ def rank_memory(config: Config, topology: Topology, target_config: Any, drafter:
     run_layers = drafter.num_target_layers if objective.needs_last_state else drafter.target_layer_ids[-1] + 1
     layers = _decoder_parameters(target_config, run_layers, config.target.trust_remote_code) * dtype.itemsize
     target = {"target layers": layers}
+    shards = topology.num_drafters if config.train.shard == "fsdp" else 1
+    compute = torch_dtype(config.train.dtype, torch.device(device))
     train = {
-        **_drafter_memory(drafter, topology.num_drafters if config.train.shard == "fsdp" else 1),
+        **_drafter_memory(drafter, shards),
         "embedding and head": (1 if target_config.tie_word_embeddings else 2) * vocab * hidden * dtype.itemsize,
     }
+    if device == "cuda" and shards == 1 and compute != torch.float32:
+        train["drafter weights in train.dtype"] = drafter_parameters(drafter) * compute.itemsize  # see Linear.keep_cast
     if topology.shared:
         return {"target+drafter": {**target, **train, "features": features}}
     if wire.kind == "fp8":

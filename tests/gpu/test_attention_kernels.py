@@ -70,3 +70,17 @@ def test_output_and_gradients_equal_the_definition(
     seen_S |= (visible.visible_QS & ~visible.padding_Q[:, None]).any(0)
     for x in inputs[1:]:
         assert x.grad is not None and not x.grad[~seen_S].any()  # nothing leaks to what nobody sees
+
+
+def test_arguments_laid_out_heads_first_give_the_same_gradients() -> None:
+    kind, layout = KINDS[0], layout_of(8, 7, 1)
+    torch.manual_seed(0)
+    sizes = (4, 56), (2, layout.context + 56), (2, layout.context + 56)
+    heads_first = [torch.randn(*size, 16, device=DEVICE).to(HALF).transpose(0, 1) for size in sizes]
+    gradients = []
+    for inputs in (heads_first, [x.contiguous() for x in heads_first]):
+        leaves = [x.detach().requires_grad_() for x in inputs]
+        attend(*leaves, _flex_mask(kind, layout)).float().square().sum().backward()
+        gradients.append([x.grad for x in leaves])
+    for ours, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-2)

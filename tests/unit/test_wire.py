@@ -11,7 +11,7 @@ from dflash_dist.config import load_config
 from dflash_dist.target.packing import row_groups
 from dflash_dist.topology import parse_topology
 from dflash_dist.train.inputs import resolve_drafter
-from dflash_dist.train.memory import rank_memory
+from dflash_dist.train.memory import drafter_parameters, rank_memory
 from dflash_dist.wire import Unpacker, WireFormat
 from tests.tiny import HIDDEN, TAPS, make_config, make_target
 
@@ -147,3 +147,14 @@ def test_states_of_another_layout_and_dtype(kind: str) -> None:
     wire.pack([whole[..., :6], whole[..., 6:]], source, destination, slots[0])
     wire.pack([half.to(torch.bfloat16).contiguous() for half in whole.split(6, dim=-1)], source, destination, slots[1])
     assert slots[0].any() and torch.equal(slots[0], slots[1])
+
+
+def test_memory_counts_the_weights_that_a_gpu_keeps_in_the_compute_type(tmp_path: Path) -> None:
+    config_path = make_config(tmp_path, make_target("llama", tmp_path / "target"), tmp_path / "chats.jsonl")
+    kept = {}
+    for topo, shard, device in (("1-2", "none", "cuda"), ("1-2", "fsdp", "cuda"), ("1-2", "none", "cpu")):
+        config = load_config(config_path, [f"train.shard={shard}", "train.dtype=bfloat16"])
+        target_config, drafter = resolve_drafter(config, tmp_path / "target")
+        parts = rank_memory(config, parse_topology(topo), target_config, drafter, device)["drafter"]
+        kept[shard, device] = parts.get("drafter weights in train.dtype")
+    assert kept == {("none", "cuda"): 2 * drafter_parameters(drafter), ("fsdp", "cuda"): None, ("none", "cpu"): None}
