@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from dflash_profiling.clock import Alignment, Message, align, match_p2p
+from dflash_profiling.clock import OTHER_WINDOW, Alignment, Message, align, match_p2p
 from dflash_profiling.communication import is_labelled
 from dflash_profiling.intervals import Intervals, difference, intersection, joined, union
 from dflash_profiling.kineto import GPU_WORK, Category, Trace, launch_delays_ns
@@ -80,13 +80,23 @@ class RankAnalysis:
     """To or from a rank whose trace is there, but whose end of them cannot be told from those of other messages."""
     undirected_kernels: int
     """Messages on the GPU of which the trace does not say whether they send or receive, such as those of a batch."""
+    unaligned: str | None = None
+    """Why the trace is not on the clock of the others: what it shows need not be of the same time or window."""
+
+    @property
+    def of_another_window(self) -> bool:
+        """Whether the rank recorded nothing in the window of the others, such as a target without a batch in it."""
+        return self.unaligned is not None and OTHER_WINDOW in self.unaligned
 
 
 def analyze_ranks(traces: Sequence[Trace]) -> list[RankAnalysis]:
     """The analysis of each rank, with what its communication waited for on the others."""
     alignment = align(traces)
     messages = match_p2p(traces, alignment)
-    return [analyze(trace, waits) for trace, waits in zip(traces, find_waits(traces, alignment, messages), strict=True)]
+    return [
+        replace(analyze(trace, waits), unaligned=alignment.unaligned.get(trace.path.name))
+        for trace, waits in zip(traces, find_waits(traces, alignment, messages), strict=True)
+    ]
 
 
 def analyze(trace: Trace, waits: Waits | None = None) -> RankAnalysis:

@@ -16,6 +16,8 @@ from dflash_profiling.communication import Communication
 from dflash_profiling.kineto import Trace
 from dflash_profiling.pairing import SAME_HOST_NS, Match, Pairing, RankPair, pair_ends
 
+OTHER_WINDOW = "it is of another window"
+"""In the reason why a trace is not aligned."""
 RENDEZVOUS_BYTES = 128 * 2**20
 """A larger message does not fit into NCCL's buffers, so its send cannot end before its receive has begun."""
 
@@ -151,9 +153,7 @@ def _on_one_clock(traces: Sequence[Trace]) -> tuple[dict[int, Trace], dict[str, 
                 "it has no baseTimeNanoseconds, as torch wrote none before 2024, so its times are of an unknown clock"
             )
         elif trace.base_ns is not None and _extent(trace)[1] < newest[0]:
-            reason = (
-                f"it ended {(newest[0] - _extent(trace)[1]) / 1e9:.1f} s before another began: it is of another window"
-            )
+            reason = f"it ended {(newest[0] - _extent(trace)[1]) / 1e9:.1f} s before another began: {OTHER_WINDOW}"
         else:
             aligned[trace.rank] = trace
             continue
