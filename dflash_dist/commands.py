@@ -205,7 +205,7 @@ def profile_command(
     code = run_train(settings, topology, device, name, [*arguments, *overrides], finish=False, allow_slow=True)
     if code == 0:
         folder = Path(settings.runs_dir) / name / "profile"
-        say_slowdown(folder, topology.drafter_rank(0), lambda line: print(line, file=sys.stderr))
+        say_slowdown(folder, topology.drafter_rank(0), steps, lambda line: print(line, file=sys.stderr))
         print(
             f"where the time goes: dflash-dist profile analyze {folder}; all ranks as one trace: dflash-dist profile "
             f"merge {folder}",

@@ -24,7 +24,7 @@ from dflash_dist.train.metrics import GpuMeter, MetricsWriter, read_metrics
 from dflash_dist.train.optimizer import Optimizer
 from dflash_dist.train.run_folder import ENVIRONMENT
 from dflash_dist.train.sources import ChannelSource, FeatureSource
-from dflash_dist.train.window import Window, answer, pending_request, steps_ahead
+from dflash_dist.train.window import Requests, steps_ahead
 from dflash_profiling.record import span
 
 LAG_STEPS = 1
@@ -89,6 +89,9 @@ class StepReports:
         self._channels = source.channels if isinstance(source, ChannelSource) else {}
         self._pending: deque[_Pending] = deque()
         self._sums = torch.zeros(len(SUMS))
+        ahead = steps_ahead(context.config, context.topology, LAG_STEPS)
+        steps, ranks = context.schedule.total_steps, context.topology.world_size
+        self._requests = Requests(context.run_folder, ahead, steps, ranks, context.rank)
         self._begun_with = {
             "drafter": context.drafter.to_json(),
             "config": config_text(context.config),
@@ -115,18 +118,9 @@ class StepReports:
 
     def lead_window(self, step: int) -> None:
         """Passes a request for a trace on, if this rank leads and there is one."""
-        context = self._context
-        request = pending_request(context.run_folder) if context.leads else None
-        if request is None:
-            return
-        ahead = steps_ahead(context.config, context.topology, LAG_STEPS)
-        start_step = step + ahead
-        end_step = start_step + request.length
-        fits = end_step - 1 <= context.schedule.total_steps
-        if fits:
-            context.control.lead_window(start_step, request.steps, request.stack_steps)
-        window = Window(request.number, start_step, fits, context.topology.world_size, context.rank, end_step + ahead)
-        answer(context.run_folder, window)
+        if self._context.leads and (window := self._requests.take(step)) is not None:
+            start_step, request = window
+            self._context.control.lead_window(start_step, request.steps, request.stack_steps)
 
     def checkpoint(self, step: int) -> None:
         """Has the state after `step`, as it is now, written once it is known that every step up to it was sound."""

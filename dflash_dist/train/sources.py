@@ -46,7 +46,8 @@ class ChannelSource:
             received_MW = channel.receive()
         if self._unpacker is None:
             return _real_rows(received_MW, work, batch)
-        features_MF = self._unpacker(received_MW[: work.tokens])
+        with span("unpack"):
+            features_MF = self._unpacker(received_MW[: work.tokens])
         channel.release()
         return _real_rows(features_MF, work, batch)
 
@@ -65,7 +66,8 @@ class LocalSource:
 
     def receive(self, work: Work, batch: DrafterBatch) -> Tensor:
         """See FeatureSource."""
-        self._forward.capture(batch.tokens_T, batch.lengths_N, self._buffer_MF[: work.tokens])
+        with span("forward"):
+            self._forward.capture(batch.tokens_T, batch.lengths_N, self._buffer_MF[: work.tokens])
         return _real_rows(self._buffer_MF, work, batch)
 
     def release(self, work: Work) -> None:

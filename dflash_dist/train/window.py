@@ -5,9 +5,13 @@ The request is `profile/request.json`, the answer `profile/window.json`; both ar
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
+import os
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -66,18 +70,65 @@ def steps_ahead(config: Config, topology: Topology, lag_steps: int) -> int:
     return 1 + lag_steps + -(-batches // config.schedule.batches_per_step)
 
 
-def pending_request(run_folder: Path) -> Request | None:
+class Requests:
+    """The end of the rank that answers; `ahead`: see `steps_ahead`, `total_steps`: of the run, `ranks`: that trace."""
+
+    def __init__(self, run_folder: Path, ahead: int, total_steps: int, ranks: int, rank: int) -> None:
+        self._folder, self._ahead, self._total_steps = run_folder, ahead, total_steps
+        self._ranks, self._rank = ranks, rank
+        self._busy_until = 0
+        """A window that was granted ends before this step: the next request waits until then."""
+        self._seen: int | None = None
+
+    def take(self, step: int) -> tuple[int, Request] | None:
+        """The first step of a window to record and what was asked, once whoever asks can know; called after `step`.
+
+        Never raises: a run does not end because a window cannot be had. What cannot be answered is not recorded.
+        """
+        request = _pending(self._folder) if step >= self._busy_until else None
+        if request is None or request.number == self._seen:
+            return None
+        self._seen = request.number
+        start_step = step + self._ahead
+        end_step = start_step + request.length
+        fits = end_step - 1 <= self._total_steps
+        window = Window(request.number, start_step, fits, self._ranks, self._rank, end_step + self._ahead)
+        try:
+            write_text(self._folder / ANSWER, json.dumps(asdict(window)))
+            (self._folder / REQUEST).unlink(missing_ok=True)
+        except (OSError, UserError) as error:
+            print(f"warning: no trace is taken, as it cannot be answered: {error}", file=sys.stderr)
+            return None
+        if not fits:
+            return None
+        self._busy_until = end_step
+        return start_step, request
+
+
+def _pending(run_folder: Path) -> Request | None:
     """The request that waits for its answer; one look at the folder."""
     try:
-        return Request(**json.loads((run_folder / REQUEST).read_text(encoding="utf-8")))
+        request = Request(**json.loads((run_folder / REQUEST).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return None
+    return request if all(type(value) is int and value >= 0 for value in asdict(request).values()) else None
 
 
-def answer(run_folder: Path, window: Window) -> None:
-    """Tells who asked what will be recorded, and takes the request away."""
-    write_text(run_folder / ANSWER, json.dumps(asdict(window)))
-    (run_folder / REQUEST).unlink(missing_ok=True)
+@contextlib.contextmanager
+def _alone(folder: Path, name: str) -> Iterator[None]:
+    """Keeps others from asking, where the file system has locks; UserError if another one asks already."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        raise UserError(f"another command waits for a window of {name}; ask again when it has ended") from None
+    except OSError:
+        pass
+    try:
+        yield
+    finally:
+        os.close(handle)
 
 
 def ask_window(run_folder: Path, steps: int, stack_steps: int, say: Callable[[str], None]) -> None:
@@ -91,8 +142,15 @@ def ask_window(run_folder: Path, steps: int, stack_steps: int, say: Callable[[st
             f"nobody trains {run_folder.name} now; for a short run of its own: dflash-dist profile run --config FILE "
             "--topo T-D"
         )
-    request = Request(time.time_ns(), steps, stack_steps)
     folder.mkdir(exist_ok=True)
+    with _alone(folder, run_folder.name):
+        first_drafter = _ask(run_folder, Request(time.time_ns(), steps, stack_steps), say)
+    say_slowdown(folder, first_drafter, steps, say)
+
+
+def _ask(run_folder: Path, request: Request, say: Callable[[str], None]) -> int:
+    """Returns when the traces are there, with the rank that answered."""
+    folder = run_folder / "profile"
     before = set(folder.rglob(TRACES))
     write_text(run_folder / REQUEST, json.dumps(asdict(request)))
     try:
@@ -101,7 +159,7 @@ def ask_window(run_folder: Path, steps: int, stack_steps: int, say: Callable[[st
             raise UserError(f"{run_folder.name} ends before a window of {request.length} steps could; lower --steps")
         last = window.start_step + request.length - 1
         say(f"steps {window.start_step} to {last} of {window.ranks} ranks are recorded")
-        files = window.ranks * (2 if stack_steps else 1)
+        files = window.ranks * (2 if request.stack_steps else 1)
         while len(traces := set(folder.rglob(TRACES)) - before) < files:
             _check_held(run_folder, f"the window: {len(traces)} of {files} traces were written")
             if _last_step(run_folder) >= window.written_by:
@@ -113,17 +171,25 @@ def ask_window(run_folder: Path, steps: int, stack_steps: int, say: Callable[[st
             time.sleep(POLL_S)
     finally:
         (run_folder / REQUEST).unlink(missing_ok=True)
-    say_slowdown(folder, window.first_drafter, say)
+    return window.first_drafter
 
 
-def say_slowdown(folder: Path, rank: int, say: Callable[[str], None]) -> None:
-    """Tells how much longer steps took in a rank's newest window than before it, where its trace knows."""
+def say_slowdown(folder: Path, rank: int, steps: int, say: Callable[[str], None]) -> None:
+    """Tells how much longer steps took in a rank's newest window than before it, where its trace knows.
+
+    And first, if the run ended before the window's `steps` were over.
+    """
     paths = sorted(folder.glob(f"rank{rank}.{TRACES}"))
     try:
-        slowdown = step_slowdown(read_metadata(paths[-1])) if paths else None
+        metadata = read_metadata(paths[-1]) if paths else {}
     except TraceError as error:
         say(f"warning: {error}")
         return
+    if len(times := metadata.get("step_ms", [0] * steps)) < steps:
+        say(
+            f"the run ended in the window: the traces hold {len(times)} of its {steps} steps, and perhaps a part of one"
+        )
+    slowdown = step_slowdown(metadata)
     if slowdown is not None:
         say(f"steps in the window took {slowdown:.2f} of those before it")
 

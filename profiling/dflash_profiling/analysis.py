@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from dflash_profiling.clock import Alignment, Message, align, match_p2p
+from dflash_profiling.clock import OTHER_WINDOW, Alignment, Message, align, match_p2p
 from dflash_profiling.communication import is_labelled
 from dflash_profiling.intervals import Intervals, difference, intersection, joined, union
 from dflash_profiling.kineto import GPU_WORK, Category, Trace, launch_delays_ns
-from dflash_profiling.timeline import PARTS, Split, by_span, family_of, host_bound, in_order, split
+from dflash_profiling.timeline import PARTS, Split, by_span, family_of, host_bound, in_innermost, in_order, split
 from dflash_profiling.waits import Waits, find_waits
 
 STEP = "ProfilerStep#"
@@ -63,7 +63,7 @@ class RankAnalysis:
     ranks that the traces do not tell.
     """
     compute_by_span_ns: dict[str, int]
-    """Adds up to the part `compute`; "" is outside of any span."""
+    """Adds up to the part `compute`; "" is outside of any span. Work on a GPU is of the span that launched it."""
     compute_by_family_ns: dict[str, int]
     """The same by family of kernel; empty without GPU rows."""
     kernels: list[Kernel]
@@ -80,13 +80,23 @@ class RankAnalysis:
     """To or from a rank whose trace is there, but whose end of them cannot be told from those of other messages."""
     undirected_kernels: int
     """Messages on the GPU of which the trace does not say whether they send or receive, such as those of a batch."""
+    unaligned: str | None = None
+    """Why the trace is not on the clock of the others: what it shows need not be of the same time or window."""
+
+    @property
+    def of_another_window(self) -> bool:
+        """Whether the rank recorded nothing in the window of the others, such as a target without a batch in it."""
+        return self.unaligned is not None and OTHER_WINDOW in self.unaligned
 
 
 def analyze_ranks(traces: Sequence[Trace]) -> list[RankAnalysis]:
     """The analysis of each rank, with what its communication waited for on the others."""
     alignment = align(traces)
     messages = match_p2p(traces, alignment)
-    return [analyze(trace, waits) for trace, waits in zip(traces, find_waits(traces, alignment, messages), strict=True)]
+    return [
+        replace(analyze(trace, waits), unaligned=alignment.unaligned.get(trace.path.name))
+        for trace, waits in zip(traces, find_waits(traces, alignment, messages), strict=True)
+    ]
 
 
 def analyze(trace: Trace, waits: Waits | None = None) -> RankAnalysis:
@@ -101,22 +111,22 @@ def analyze(trace: Trace, waits: Waits | None = None) -> RankAnalysis:
         kernel_names = _kernel_names(trace)
         compute_S = np.isin(slices.category, (Category.KERNEL, Category.MEMSET)) & ~_communicates(trace)
         parts = _gpu_parts(trace, compute_S, spans, waits)
-        compute = intersection(union(slices.start_ns[compute_S], slices.end_ns[compute_S]), window)
         families_S = np.array([family_of(name) for name in trace.names])[slices.name]
         by_family = {family: compute_S & (families_S == family) for family in sorted(set(families_S[compute_S]))}
         shares = in_order(window, [union(slices.start_ns[s], slices.end_ns[s]) for s in by_family.values()])
         families = {family: share.total_ns for family, share in zip(by_family, shares, strict=True)}
+        computing = _launched_by(trace, compute_S, window, spans)
     else:
         kernel_names, families = [], {}
         parts = _host_parts(trace, spans, window)
-        compute = parts["compute"]
+        computing = by_span(parts["compute"], spans)
     return RankAnalysis(
         rank=trace.rank,
         role=trace.role,
         window_start_ns=start_ns,
         split=split(window, parts),
         waits_for_ns=_waits_for(window, parts, spans, waits),
-        compute_by_span_ns=by_span(compute, spans),
+        compute_by_span_ns=computing,
         compute_by_family_ns=families,
         kernels=kernel_names,
         steps=steps,
@@ -295,16 +305,39 @@ def _host_parts(trace: Trace, spans: Sequence[tuple[str, int, int]], window: Int
     slices = trace.slices
     overhead_S = slices.category == Category.OVERHEAD
     profiler = union(slices.start_ns[overhead_S], slices.end_ns[overhead_S])
-    waits = {part: _of_spans(spans, part) for part in dict.fromkeys(SPAN_PARTS.values())}
-    waits["collective"] = joined([waits["collective"], *(
-        union(np.array([start]), np.array([end])) for name, start, end in spans if _COLLECTIVE.match(name)
-    )])  # fmt: skip
-    anything = joined([union(np.array([start]), np.array([end])) for _, start, end in spans])
+    waits: dict[str, list[Intervals]] = {part: [] for part in SPAN_PARTS.values()}
+    working: list[Intervals] = []
+    for name, share in in_innermost(window, spans).items():
+        part = "collective" if _COLLECTIVE.match(name) else SPAN_PARTS.get(name)
+        if name:
+            (waits[part] if part else working).append(share)
     if not spans:
         work_S = slices.category == Category.CPU_OP
-        anything = union(slices.start_ns[work_S], slices.end_ns[work_S])
-    working = difference(intersection(anything, window), joined([profiler, *waits.values()]))
-    return {"compute": working, "profiler": profiler, **waits}
+        working = [intersection(union(slices.start_ns[work_S], slices.end_ns[work_S]), window)]
+    of_parts = {part: joined(shares) for part, shares in waits.items()}
+    return {"compute": difference(joined(working), profiler), "profiler": profiler, **of_parts}
+
+
+def _launched_by(
+    trace: Trace, compute_S: np.ndarray, window: Intervals, spans: Sequence[tuple[str, int, int]]
+) -> dict[str, int]:
+    """Of a GPU's computing in the window: by the innermost span in which it was launched, as the host runs ahead.
+
+    "" is what was launched in none, or before the trace. Of what runs at once, the span that came first has it.
+    """
+    slices, delays = trace.slices, launch_delays_ns(trace)
+    whole = union(slices.start_ns.min(keepdims=True), slices.end_ns.max(keepdims=True) + 1)  # holds each launch
+    shares = in_innermost(whole, spans)
+    names = sorted(shares, key=lambda name: int(shares[name].start_I.min(initial=whole.end_I[-1])))
+    start_I = np.concatenate([shares[name].start_I for name in names])
+    name_I = np.repeat(np.arange(len(names)), [len(shares[name].start_I) for name in names])
+    order = np.argsort(start_I)
+    name_S = np.full(len(slices), names.index(""))
+    place_K = np.searchsorted(start_I[order], slices.start_ns[delays.launch], side="right") - 1
+    name_S[delays.gpu] = name_I[order][place_K]
+    chosen = [compute_S & (name_S == place) for place in range(len(names))]
+    found = in_order(window, [union(slices.start_ns[some_S], slices.end_ns[some_S]) for some_S in chosen])
+    return {name: share.total_ns for name, share in zip(names, found, strict=True)}
 
 
 def _of_spans(spans: Sequence[tuple[str, int, int]], part: str) -> Intervals:

@@ -126,7 +126,14 @@ def _window_of(place: Path) -> tuple[list[RankAnalysis], Throughput | None]:
 
     if not any(place.glob("*.pt.trace.json*")) and (place / "profile").is_dir():
         place = place / "profile"
-    ranks = analyze_ranks([read_trace(place)] if place.is_file() else read_folder(place))
+    ranks = []
+    for rank in analyze_ranks([read_trace(place)] if place.is_file() else read_folder(place)):
+        if rank.of_another_window:
+            print(
+                f"warning: rank {rank.rank} of {place} is left out: its newest trace, {rank.unaligned}", file=sys.stderr
+            )
+        else:
+            ranks.append(rank)
     first = min((rank.first_step for rank in ranks if rank.first_step is not None), default=None)
     last = max((rank.last_step for rank in ranks if rank.last_step is not None), default=None)
     return ranks, find_throughput(place if place.is_dir() else place.parent, first, last)

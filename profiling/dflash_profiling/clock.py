@@ -16,6 +16,8 @@ from dflash_profiling.communication import Communication
 from dflash_profiling.kineto import Trace
 from dflash_profiling.pairing import SAME_HOST_NS, Match, Pairing, RankPair, pair_ends
 
+OTHER_WINDOW = "it is of another window"
+"""In the reason why a trace is not aligned."""
 RENDEZVOUS_BYTES = 128 * 2**20
 """A larger message does not fit into NCCL's buffers, so its send cannot end before its receive has begun."""
 
@@ -151,9 +153,7 @@ def _on_one_clock(traces: Sequence[Trace]) -> tuple[dict[int, Trace], dict[str, 
                 "it has no baseTimeNanoseconds, as torch wrote none before 2024, so its times are of an unknown clock"
             )
         elif trace.base_ns is not None and _extent(trace)[1] < newest[0]:
-            reason = (
-                f"it ended {(newest[0] - _extent(trace)[1]) / 1e9:.1f} s before another began: it is of another window"
-            )
+            reason = f"it ended {(newest[0] - _extent(trace)[1]) / 1e9:.1f} s before another began: {OTHER_WINDOW}"
         else:
             aligned[trace.rank] = trace
             continue
@@ -183,16 +183,22 @@ def _paired(aligned: dict[int, Trace]) -> Pairing:
 def _bound(most_ns: np.ndarray, source: int, destination: int, pairs: list[Match]) -> None:
     """Tightens the bounds between two ranks by their messages.
 
-    Two kernels need the time of the transfer when both have begun, and each takes at least that long.
+    Two kernels need the time of the transfer when both have begun, and each takes at least that long. A receive ends
+    last, but for what a kernel takes to end. What the send has left in the buffers as it ends, the receive takes no
+    slower than the rest. So both ends are near each other, also where one of them always begins late.
     """
     for send, receive in pairs:
         transfer_ns = 0
+        arrival_ns = receive.end_ns - send.start_ns
         if send.kind == "kernel":
             transfer_ns = min(send.end_ns - send.start_ns, receive.end_ns - receive.start_ns)
-        arrival_ns = receive.end_ns - send.start_ns - transfer_ns
+            arrival_ns = min(arrival_ns - transfer_ns, receive.end_ns - send.end_ns + SAME_HOST_NS)
         most_ns[source, destination] = min(most_ns[source, destination], arrival_ns)
         if send.kind == "kernel" and (send.bytes or 0) >= RENDEZVOUS_BYTES:
             taken_ns = send.end_ns - receive.start_ns - transfer_ns
+            if rest_bytes := (send.bytes or 0) - RENDEZVOUS_BYTES:
+                buffered_ns = transfer_ns * RENDEZVOUS_BYTES // rest_bytes
+                taken_ns = min(taken_ns, send.end_ns - receive.end_ns + buffered_ns)
             most_ns[destination, source] = min(most_ns[destination, source], taken_ns)
 
 

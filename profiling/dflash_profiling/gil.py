@@ -78,6 +78,7 @@ class GilSampler:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=self._errors,
+            start_new_session=True,  # a Ctrl-C would end it early, with too few samples and no word of that
         )
 
     def _harvest(self, process: subprocess.Popen[bytes]) -> dict[str, Any]:

@@ -63,7 +63,7 @@ def as_markdown(ranks: Sequence[RankAnalysis], facts: Mapping[str, Mapping[str, 
         names = dict.fromkeys(name for of_rank in facts.values() for name in of_rank)
         rows = [[name, *(_fact(of_rank.get(name)) for of_rank in facts.values())] for name in names]
         parts += ["**The streams beside the traces**", _markdown_table(["what", *facts], rows)]
-    remarks = [f"* {rank_title(rank)}: {remark}" for rank in ranks for remark in message_remarks(rank)]
+    remarks = [f"* {rank_title(rank)}: {remark}" for rank in ranks for remark in _remarks(rank)]
     return "\n\n".join(parts + (["\n".join(remarks)] if remarks else [])) + "\n"
 
 
@@ -89,6 +89,7 @@ def as_json(ranks: Sequence[RankAnalysis]) -> list[dict[str, Any]]:
             "max_launch_skew_ns": rank.max_launch_skew_ns,
             "unpaired_messages": rank.unpaired_messages,
             "undirected_kernels": rank.undirected_kernels,
+            "unaligned": rank.unaligned,
         }
         for rank in ranks
     ]
@@ -111,7 +112,12 @@ def _computing(rank: RankAnalysis) -> list[str]:
     ]
     if rank.max_launch_skew_ns:
         lines.append(f"  clocks of host and GPU differ by {rank.max_launch_skew_ns / 1e3:.1f} us or more")
-    return lines + [f"  {remark}" for remark in message_remarks(rank)]
+    return lines + [f"  {remark}" for remark in _remarks(rank)]
+
+
+def _remarks(rank: RankAnalysis) -> list[str]:
+    clock = [f"not on the clock of the other ranks: {rank.unaligned}"] if rank.unaligned else []
+    return clock + message_remarks(rank)
 
 
 def message_remarks(rank: RankAnalysis) -> list[str]:

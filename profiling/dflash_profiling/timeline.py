@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dflash_profiling.intervals import Intervals, difference, intersection, union
+from dflash_profiling.intervals import Intervals, difference, intersection, joined, union
 
 PARTS = (
     "compute", "p2p_transfer", "collective", "p2p", "p2p_starved", "p2p_backpressured", "collective_wait", "copy",
@@ -98,7 +98,12 @@ def by_span(time: Intervals, spans: Sequence[tuple[str, int, int]]) -> dict[str,
 
     The values add up to `time`.
     """
-    totals: dict[str, int] = {}
+    return {name: share.total_ns for name, share in in_innermost(time, spans).items()}
+
+
+def in_innermost(time: Intervals, spans: Sequence[tuple[str, int, int]]) -> dict[str, Intervals]:
+    """The same as it lies in time."""
+    shares: dict[str, list[Intervals]] = {}
     left = time
     # The shortest first: of spans of one thread that overlap, one lies in the other.
     lengths = np.array([end - start for _, start, end in spans], np.int64)
@@ -107,11 +112,9 @@ def by_span(time: Intervals, spans: Sequence[tuple[str, int, int]]) -> dict[str,
         bounds = np.array([spans[place][1:] for place in level], np.int64).reshape(-1, 2)
         for name in dict.fromkeys(names[place] for place in level):
             of_name = np.array([names[place] == name for place in level])
-            share = intersection(left, union(*bounds[of_name].T))
-            totals[name] = totals.get(name, 0) + share.total_ns
+            shares.setdefault(name, []).append(intersection(left, union(*bounds[of_name].T)))
         left = difference(left, union(*bounds.T))
-    totals[""] = left.total_ns
-    return totals
+    return {**{name: joined(some) for name, some in shares.items()}, "": left}
 
 
 def _levels(spans: Sequence[tuple[str, int, int]], lengths: np.ndarray) -> list[list[int]]:

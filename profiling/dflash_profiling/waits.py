@@ -70,7 +70,8 @@ def _waits(
             end_ns = message.receive_end_ns
             waited("p2p_starved", message.source, message.receive_start_ns, min(met_ns, end_ns))
             parts["p2p_transfer"].append((met_ns, end_ns))
-    for key, start_ns, end_ns in _collectives(trace, offset_ns):
+    aligned = trace.path.name not in alignment.unaligned
+    for key, start_ns, end_ns in _collectives(trace, offset_ns) if aligned else ():
         if key in arrivals:
             arrival_ns, last = arrivals[key]
             waited("collective_wait", last, start_ns, min(arrival_ns, end_ns))
@@ -95,8 +96,9 @@ def _last_arrivals(traces: Sequence[Trace], alignment: Alignment) -> dict[_Colle
     """When the last rank began each collective, by the common clock, and which; of those with several ranks' traces."""
     starts: dict[_Collective, _Times] = defaultdict(list)
     for trace in traces:
-        for key, start_ns, _ in _collectives(trace, alignment.offset_ns(trace)):
-            starts[key].append((start_ns, -1 if trace.rank is None else trace.rank))
+        if trace.rank is not None and trace.path.name not in alignment.unaligned:
+            for key, start_ns, _ in _collectives(trace, alignment.offset_ns(trace)):
+                starts[key].append((start_ns, trace.rank))
     return {key: max(times) for key, times in starts.items() if len(times) > 1}
 
 

@@ -170,3 +170,42 @@ def test_a_wait_for_a_slot_is_for_the_next_message_s_rank(tmp_path: Path) -> Non
     rank.write(tmp_path)
     (found,) = analyze_ranks(read_folder(tmp_path))
     assert found.waits_for_ns == {1: 20 * ms, 2: 5 * ms} and found.split.parts_ns["p2p_backpressured"] == 30 * ms
+
+
+def test_what_the_gpu_computes_is_of_the_span_that_launched_it(tmp_path: Path) -> None:
+    """The host is ahead: while the forward pass runs, it is in the optimizer already."""
+    rank = SyntheticRank(0)
+    rank.span("ProfilerStep#1", BASE_NS, BASE_NS + 10_000)
+    rank.span("forward", BASE_NS, BASE_NS + 1_000)
+    rank.span("optimizer", BASE_NS + 2_000, BASE_NS + 10_000)
+    rank.kernel("gemm", BASE_NS + 5_000, BASE_NS + 9_000, launch_ns=BASE_NS + 500)
+    rank.kernel("adam", BASE_NS + 8_000, BASE_NS + 10_000, stream=9, launch_ns=BASE_NS + 3_000)
+    rank.kernel("gemm", BASE_NS + 1_000, BASE_NS + 2_000, launch_ns=BASE_NS - 4_000)
+    found = analyze(read_trace(rank.write(tmp_path)))
+    assert sums_up(found)
+    assert found.compute_by_span_ns == {"": 1_000, "forward": 4_000, "optimizer": 1_000}
+
+
+def test_without_gpu_rows_the_innermost_span_counts(tmp_path: Path) -> None:
+    """A rank that is its own target computes what it would receive."""
+    rank = SyntheticRank(0)
+    rank.span("ProfilerStep#1", BASE_NS, BASE_NS + 10_000)
+    for name, start_ns, end_ns in (("receive", 0, 8_000), ("forward", 1_000, 8_000), ("gather", 7_000, 8_000)):
+        rank.span(name, BASE_NS + start_ns, BASE_NS + end_ns)
+    found = analyze(read_trace(rank.write(tmp_path)))
+    parts = {name: ns for name, ns in found.split.parts_ns.items() if ns}
+    assert sums_up(found) and parts == {"compute": 7_000, "p2p_starved": 1_000, "unexplained": 2_000}
+    assert found.compute_by_span_ns["forward"] == 6_000
+
+
+def test_a_collective_waits_for_no_rank_of_another_window(tmp_path: Path) -> None:
+    """Of a job that was begun again the groups and numbers are the same, but the clock is hours ahead."""
+    hour_ns = 3600 * 10**9
+    for number, start_ns in ((0, BASE_NS), (1, BASE_NS - hour_ns)):
+        rank = SyntheticRank(number, 2)
+        rank.span("ProfilerStep#1", start_ns, start_ns + 10_000)
+        facts = {"Collective name": "allreduce", "Process Group Name": "0", "Seq": 3}
+        rank.kernel(KERNELS["collective"], start_ns + 1_000, start_ns + 3_000, **facts)
+        rank.write(tmp_path)
+    for found in analyze_ranks(read_folder(tmp_path)):
+        assert found.split.parts_ns["collective"] == 2_000 and not found.waits_for_ns, found.split

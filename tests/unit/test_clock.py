@@ -72,6 +72,20 @@ def test_messages_of_one_direction_bound_both_sides_if_they_are_large(tmp_path: 
     assert_waits(match_p2p(traces), truth)
 
 
+@pytest.mark.parametrize("skew_ns", [-5 * MS, 0, 5 * MS])
+@pytest.mark.parametrize("late", ["send", "recv"])
+def test_an_end_that_always_comes_late_is_not_taken_for_skew(tmp_path: Path, late: str, skew_ns: int) -> None:
+    """As with a bottleneck: of the wait of 4 ms, what the buffers hold may be told as skew, but not half of it."""
+    ranks = [SyntheticRank(0, 2), SyntheticRank(1, 2, skew_ns=skew_ns)]
+    for number in range(8):
+        met_ns, end_ns = (10 + 10 * number) * MS, (10 + 10 * number) * MS + MS // 2
+        for rank, way in enumerate(("send", "recv")):
+            start_ns = met_ns if way == late else met_ns - 4 * MS
+            ranks[rank].message(way, 1 - rank, start_ns, end_ns, sequence=number, bytes=4 * RENDEZVOUS_BYTES)
+    alignment = align(written(ranks, tmp_path))
+    assert alignment.offsets_ns[1] == pytest.approx(-skew_ns, abs=MS // 10)
+
+
 def test_small_messages_of_one_direction_leave_a_side_open(tmp_path: Path) -> None:
     """Then as little skew is assumed as the messages allow."""
     ranks, _ = messages_world(TWO_RANKS, {0: 0, 1: 3 * MS}, answers=False, bytes=4096)

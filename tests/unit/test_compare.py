@@ -297,6 +297,22 @@ def test_a_target_that_waits_for_a_slot_with_an_idle_gpu_is_backpressured(tmp_pa
     assert changes(found.pairs[0], "parts") == {"p2p_backpressured": 5}
 
 
+def test_a_rank_that_recorded_nothing_in_the_window_is_left_out(tmp_path: Path) -> None:
+    """A target without a batch in the last window: its newest trace is of the one before, and would blame it."""
+    before, after = ([worker({MATMUL: ms}), worker({MATMUL: ms}, rank=1)] for ms in (4, 6))
+    folders = [written(tmp_path / name, ranks) for name, ranks in (("a", before), ("b", after))]
+    (stale,) = folders[1].glob("rank0.*")
+    hour = before[0]
+    hour.base_ns = BASE_NS - 3600 * 10**9
+    stale.unlink()
+    hour.write(folders[1])
+    result = CliRunner().invoke(cli.app, ["compare", *map(str, folders)])
+    assert "rank 0 of" in result.stderr and "it is of another window" in result.stderr
+    assert "of rank 1" in result.stdout and "rank 0 (" in result.stdout and "left out, in A alone" in result.stdout
+    table = CliRunner().invoke(cli.app, ["analyze", str(folders[1]), "--no-report"]).stdout
+    assert table.count("not on the clock of the other ranks: it ended 36") == 1
+
+
 def test_roles_are_means_where_topologies_differ(tmp_path: Path) -> None:
     def world(targets: int, drafters: int, ms: int) -> list[SyntheticRank]:
         roles = ["target"] * targets + ["drafter"] * drafters

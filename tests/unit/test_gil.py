@@ -1,5 +1,6 @@
 """Shares of the GIL by the real py-spy, what they cost, and what is said where there can be none."""
 
+import os
 import threading
 import time
 from pathlib import Path
@@ -81,5 +82,6 @@ def test_a_sampler_ends_with_the_stream(tmp_path: Path, monkeypatch: pytest.Monk
     assert sampler.read() == {}
     process = sampler._process
     assert process is not None and process.poll() is None
+    assert os.getpgid(process.pid) != os.getpgrp(), "a Ctrl-C would reach it"
     sampler.close()
     assert process.returncode is not None and sampler._process is None

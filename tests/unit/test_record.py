@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import resource
 from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
@@ -150,6 +151,19 @@ def test_a_failed_write_warns_and_training_goes_on(tmp_path: Path, capfd: pytest
     run_loop(window, range(1, 5))
     assert "warning: the trace of rank 3 could not be written: NotADirectoryError" in capfd.readouterr().err
     assert span("a") is span("b")
+
+
+def test_a_trace_that_torch_wrote_but_a_part_of_is_none(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """As on a full disk, of which torch says nothing: here files have a limit."""
+    window = TraceWindow(tmp_path, 3, "drafter", start_step=2, steps=1, metadata={})
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2048, before[1]))
+    try:
+        run_loop(window, range(1, 5))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not list(tmp_path.iterdir())
+    assert "the trace of rank 3 could not be written: OSError" in capfd.readouterr().err
 
 
 def test_a_window_that_cannot_open_warns_and_training_goes_on(
