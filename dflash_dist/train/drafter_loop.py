@@ -54,13 +54,15 @@ def drafter_loop(
             inputs = receive(context, source, model, work, batch, noise)
             sums = train_batch(context, model, ends, inputs, optimizer, last=turn == share)
             source.release(work)
-            stats[work.index] = torch.cat([sums, optimizer.gradient_is_finite()[None]])
+            with span("check_gradient"):
+                stats[work.index] = torch.cat([sums, optimizer.gradient_is_finite()[None]])
         with span("all_reduce"):
             optimizer.reduce()
             all_reduce(stats, context.drafter_group)
         with span("optimizer"):
             outcome = optimizer.step(step, stats, stats[:, SUMS.index("weight")].sum())
-        reports.add(step, stats, outcome)
+        with span("report"):
+            reports.add(step, stats, outcome)
         if schedule.validates(step):
             reports.add_validation(step, validation_sums(context, source, model, ends, batches, step))
         stop_step = control.stop_step()

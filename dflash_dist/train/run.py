@@ -202,6 +202,8 @@ def _context(
             start_step=config.profile.start_step,
             steps=config.profile.steps,
             stack_steps=config.profile.stack_steps,
+            # Messages go over gloo on the CPU, and checkpoints of a sharded drafter are put together over it.
+            all_threads=device.type == "cuda" and config.train.shard == "none",
             metadata=_trace_facts(config, topology, device) | {"schedule": inputs.schedule.fingerprint()},
         ),
         drafter_group=_connected_group(drafter_ranks, rank, device),

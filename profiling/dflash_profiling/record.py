@@ -35,13 +35,7 @@ def span(name: str) -> AbstractContextManager[Any]:
 
 
 def _all_threads() -> Any:
-    """torch's switch that records the work of every thread, such as one that loads; None where it has none.
-
-    Nor over gloo: there torch would write the end of an operation that outlives the window, on whatever thread it was
-    begun, into memory that is freed by then (seen with torch 2.13 as heap corruption).
-    """
-    if torch.distributed.is_initialized() and "gloo" in str(torch.distributed.get_backend_config()):
-        return None
+    """torch's switch that records the work of every thread, such as one that loads; None where it has none."""
     try:
         return torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
     except TypeError:
@@ -68,6 +62,10 @@ class TraceWindow:
     `role`, `rank` and each key of `metadata` (JSON-able values) at its top level, how long steps took on the host in
     the window (`step_ms`) and before it (`step_ms_before`), and a `ProfilerStep#n` span for each call of `advance`,
     with its step. Nothing here raises into the loop: what goes wrong is said on stderr and ends the window.
+
+    `all_threads`: whether what other threads do is recorded, too. Not where one of them has operations of gloo under
+    way: torch would write the end of one that outlives the window into memory that is freed by then (seen with torch
+    2.13 as heap corruption).
     """
 
     def __init__(
@@ -79,7 +77,9 @@ class TraceWindow:
         steps: int,
         metadata: dict[str, Any],
         stack_steps: int = 0,
+        all_threads: bool = False,
     ) -> None:
+        self._all_threads = all_threads
         self.folder = folder
         self.rank = rank
         self.metadata = {"role": role, "rank": rank, **metadata}
@@ -151,7 +151,7 @@ class TraceWindow:
             schedule=lambda _: ProfilerAction.RECORD if _recording else ProfilerAction.WARMUP,
             record_shapes=True,
             with_stack=part.with_stack,
-            experimental_config=_all_threads(),
+            experimental_config=_all_threads() if self._all_threads else None,
         )
         for key, value in self.metadata.items():
             profiler.preset_metadata_json(key, json.dumps(value))

@@ -3,6 +3,7 @@
 import gzip
 import json
 import resource
+import threading
 from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
@@ -180,11 +181,18 @@ def test_profiling_folder_is_not_a_package() -> None:
     assert not (Path(record.__file__).parents[1] / "__init__.py").exists()
 
 
-def test_over_gloo_only_the_loops_own_thread_is_recorded(tmp_path: Path) -> None:
-    """An operation on another thread that outlives the window would be ended in freed memory."""
-    assert record._all_threads() is not None
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/ranks", rank=0, world_size=1)
-    try:
-        assert record._all_threads() is None
-    finally:
-        torch.distributed.destroy_process_group()
+@pytest.mark.parametrize("all_threads", [False, True])
+def test_other_threads_are_recorded_where_that_is_asked_for(tmp_path: Path, all_threads: bool) -> None:
+    def load() -> None:
+        with span("on another thread"):
+            torch.ones(8).sum()
+
+    window = TraceWindow(tmp_path, 0, "drafter", start_step=2, steps=2, metadata={}, all_threads=all_threads)
+    for step in range(1, 5):
+        window.advance(step)
+        thread = threading.Thread(target=load)
+        thread.start()
+        thread.join()
+    window.close()
+    (trace,) = read_folder(tmp_path)
+    assert ("on another thread" in trace.names) == all_threads
