@@ -15,12 +15,13 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from dflash_profiling.gil import GilSampler
 from dflash_profiling.kernel_events import KernelEvents
 
 PERIOD_S = 1.0
+JOIN_S = 10.0
 PROBES, PROBE_S = 40, 1e-3
 """A sleep of a millisecond ends late where the scheduler or the GIL is late: forty a second cost a thousandth of it."""
 
@@ -29,17 +30,18 @@ class Stream:
     """Writes to `path` from `start` to `close`, or within a `with`; lines are added to those of an earlier process.
 
     `facts` gives values of the program's own for each line, such as the depth of a queue; it must not wait, and where
-    it has a key of the stream's own, that one stands. What goes wrong ends the stream with a line on stderr, never
-    the program.
+    it has a key of the stream's own, that one stands. What cannot be written ends the stream, and what cannot be read
+    is left out from then on, with a line on stderr each.
     """
 
     def __init__(self, path: Path, device: int | None = None, facts: Callable[[], dict[str, Any]] | None = None):
-        self._path, self._facts = path, facts
+        self._path = path
         self._kernel_events, self._gil = KernelEvents(), GilSampler()
-        self._sources: list[Callable[[], dict[str, Any]]] = [_Process().read, _Compiler().read]
+        self._pauses = _Pauses()
+        self._sources: list[Callable[[], dict[str, Any]]] = [] if facts is None else [facts]  # what comes later stands
+        self._sources += [_wakeups, self._pauses.read, _Process().read, _Compiler().read]
         self._sources += [self._kernel_events.read, self._gil.read]
         self._sources += [] if device is None else [_Allocator(device).read, _Gpu(device).read]
-        self._pauses = _Pauses()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="dflash-stream", daemon=True)
 
@@ -56,9 +58,9 @@ class Stream:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends; the last line is whole."""
+        """Ends; the last line is whole, unless a source hangs, such as a driver."""
         self._ended.set()
-        self._thread.join()
+        self._thread.join(timeout=JOIN_S)
         self._kernel_events.close()
         self._gil.close()
         with contextlib.suppress(ValueError):
@@ -67,22 +69,38 @@ class Stream:
     def _run(self) -> None:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open("a", encoding="utf-8") as file:
+            with self._path.open("a+b") as file:
+                if _is_cut(file):
+                    file.write(b"\n")
                 due_s = time.monotonic()
                 while not self._ended.wait(max(0.0, due_s - time.monotonic())):
                     due_s += PERIOD_S
-                    file.write(json.dumps(self._line()) + "\n")
+                    file.write(json.dumps(self._line()).encode() + b"\n")
                     file.flush()
-        except Exception as error:  # of a full disk, a driver, or the program's own facts
-            text = " ".join(str(error).split())
-            print(f"warning: {self._path} ends here: {type(error).__name__}: {text}", file=sys.stderr)
+        except Exception as error:  # such as a full disk
+            self._warn("ends here", error)
 
     def _line(self) -> dict[str, Any]:
-        line: dict[str, Any] = {"time_s": round(time.time(), 3), **_wakeups(), **self._pauses.read()}
-        for source in self._sources:
-            line |= source()
-        facts = self._facts() if self._facts is not None else {}
-        return facts | line | {"own_cpu_s": round(time.thread_time() + self._gil.cpu_s, 4)}
+        time_s, line = round(time.time(), 3), dict[str, Any]()
+        for source in list(self._sources):
+            try:
+                line |= source()
+            except Exception as error:  # of a driver, a package of another version, or the program's own facts
+                self._sources.remove(source)
+                self._warn(f"goes on without {getattr(source, '__qualname__', type(source).__name__)}", error)
+        return line | {"time_s": time_s, "own_cpu_s": round(time.thread_time() + self._gil.cpu_s, 4)}
+
+    def _warn(self, what: str, error: Exception) -> None:
+        text = " ".join(str(error).split())
+        print(f"warning: {self._path} {what}: {type(error).__name__}: {text}", file=sys.stderr)
+
+
+def _is_cut(file: BinaryIO) -> bool:
+    """Whether an earlier process could not end its last line."""
+    if file.seek(0, os.SEEK_END) == 0:
+        return False
+    file.seek(-1, os.SEEK_END)
+    return file.read(1) != b"\n"
 
 
 def _wakeups() -> dict[str, Any]:

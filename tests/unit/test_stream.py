@@ -7,6 +7,7 @@ import threading
 import time
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -90,8 +91,17 @@ def test_what_goes_wrong_is_one_line_and_the_program_goes_on(tmp_path: Path, cap
     (tmp_path / "file").write_text("")
     with Stream(tmp_path / "file" / "rank0.jsonl"):
         pass
-    with Stream(tmp_path / "rank0.jsonl", facts=lambda: {"a": 1 / 0}) as failing:
-        failing._thread.join(timeout=30)
+    path, asked = tmp_path / "rank0.jsonl", threading.Event()
+    path.write_text('{"cut')
+
+    def facts() -> dict[str, Any]:
+        asked.set()
+        return {"a": 1 / 0}
+
+    with Stream(path, facts=facts):
+        assert asked.wait(timeout=30)
     captured = capfd.readouterr().err
     assert captured.count("\n") == 2 and "FileExistsError" in captured and "ZeroDivisionError" in captured
+    cut, *lines = path.read_text().splitlines()
+    assert cut == '{"cut' and all("wakeup_ms" in json.loads(line) for line in lines) and lines
     assert not [callback for callback in gc.callbacks if isinstance(callback, stream._Pauses)]
