@@ -143,7 +143,7 @@ def remarks(rank: RankAnalysis, stream: RankStream | None = None) -> list[str]:
     if rank.step_slowdown is not None and rank.step_slowdown > MAX_SLOWDOWN:
         found.append(
             f"a step took {rank.step_slowdown:.2f} of those before the window, which is above {MAX_SLOWDOWN}: the "
-            "window's times are stretched by the profiler, unless its steps had more to do"
+            "window's times are stretched by the profiler, unless its steps had more to do or the host was busier"
         )
     found += compile_findings(stream)
     if rank.unpaired_messages:
