@@ -24,7 +24,11 @@ def write_world(folder: Path, ranks: int, steps: int = 4, events: int = 2_000, s
     world = [
         SyntheticRank(
             rank, ranks, role="target" if rank < targets and ranks > 1 else "drafter", host="node",
-            metadata={"topology": f"{targets}-{drafters}"},
+            metadata={
+                "topology": f"{targets}-{drafters}",
+                "step_ms": [24.0 + rank] * steps,
+                "step_ms_before": [23.0, 20.0, 24.0],
+            },
         )
         for rank in range(ranks)
     ]  # fmt: skip
@@ -75,16 +79,32 @@ def _memory(rank: SyntheticRank, steps: int, draw: random.Random) -> None:
         rank.events.append({**event, "args": {**args, "Device Type": 1}})
 
 
+COMPILES = {
+    3: [{"kind": "compile", "kernel": "forward", "key": "0/0", "ms": 812.5}],
+    4: [{"kind": "autotune", "kernel": "chunk_fwd_kernel", "key": "T=4096, H=16, BT=64", "ms": 1430.2, "configs": 12}],
+    260: [{"kind": "autotune", "kernel": "chunk_fwd_kernel", "key": "T=8192, H=16, BT=64", "ms": 640.0, "configs": 12}],
+}
+"""By the second in which the last rank's stream tells of them; that of 260 is new to a run in steady state."""
+
+
 def write_streams(folder: Path, ranks: int, seconds: int = 300) -> None:
-    """What each rank notes once a second."""
+    """What each rank notes once a second; the last rank waits for all others, and they for it."""
     draw = random.Random(1)
     (folder / "stream").mkdir()
     for rank in range(ranks):
         rows = []
         for second in range(seconds):
             util = min(100, max(0, 82 + draw.randrange(-25, 25) - 60 * (100 < second < 130)))
-            row = {"time_s": BASE_NS / 1e9 - 200 + second, "gpu_util": util, "power_w": 250 + 4 * util, "step": second}
+            row = {"time_s": BASE_NS / 1e9 - 200 + second, "gpu_util": util, "power_w": 250 + 4 * util}
+            row |= {"step": second - 5} if second > 5 else {}
             row |= {"wakeup_ms": 0.1, "wakeup_max_ms": 1 + 40 * (second == 7), "gc": 2, "gc_ms": 3.5, "gc_max_ms": 3.0}
             row |= {"alloc_retries": rank * (second > 50), "graph_breaks": 0, "throttle_reasons": 4 * (second % 4 == 0)}
+            peers = range(ranks - 1) if rank == ranks - 1 else [ranks - 1]
+            waits = {str(peer): draw.randrange(40 + 90 * peer) + 300 * (100 < second < 130) for peer in peers}
+            row |= {"wait_ms": sum(waits.values()), "wait_ms_of_rank": waits}
+            if second % 60 == 11:
+                row["gil_share"] = {"MainThread": 0.3 + 0.1 * rank, "prefetch": 0.05, "dflash-stream": 0.005}
+            if rank == ranks - 1 and second in COMPILES:
+                row["compiles"] = COMPILES[second]
             rows.append(json.dumps(row))
         (folder / "stream" / f"rank{rank}.jsonl").write_text("\n".join([*rows, '{"time_s": 1', "[]", ""]))

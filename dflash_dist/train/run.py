@@ -141,7 +141,7 @@ def _stream(context: RankContext, clock: WaitClock) -> Stream | None:
         return None
     path = context.run_folder / "profile" / "stream" / f"rank{context.rank}.jsonl"
     device = context.device.index if context.device.type == "cuda" else None
-    stream = Stream(path, device, facts=_StreamFacts(context.control, clock))
+    stream = Stream(path, device, facts=_StreamFacts(context.control, clock, context.trace))
     stream.start()
     return stream
 
@@ -153,13 +153,13 @@ def _collect_as_usual() -> None:
 
 
 class _StreamFacts:
-    """This rank's progress as the loop last told it, and how long it waited for each peer since the last call.
+    """This rank's step, progress as the loop last told it, and how long it waited for each peer since the last call.
 
     Called on the stream's thread: it copies what the loop has read already, and asks neither the store nor a device.
     """
 
-    def __init__(self, control: Control, clock: WaitClock) -> None:
-        self._control, self._clock = control, clock
+    def __init__(self, control: Control, clock: WaitClock, trace: TraceWindow) -> None:
+        self._control, self._clock, self._trace = control, clock, trace
         self._last_s: dict[int, float] = {}
 
     def __call__(self) -> dict[str, Any]:
@@ -167,7 +167,9 @@ class _StreamFacts:
         waits_ms = {peer: round(1000 * (now_s - self._last_s.get(peer, 0.0)), 3) for peer, now_s in seconds.items()}
         self._last_s = seconds
         total_ms = round(sum(waits_ms.values()), 3)
-        return {**self._control.published, **self._control.noted, "wait_ms": total_ms, "wait_ms_of_rank": waits_ms}
+        step = {} if self._trace.step is None else {"step": self._trace.step}
+        waits = {"wait_ms": total_ms, "wait_ms_of_rank": waits_ms}
+        return {**step, **self._control.published, **self._control.noted, **waits}
 
 
 def _context(

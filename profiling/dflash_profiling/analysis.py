@@ -15,6 +15,7 @@ from dflash_profiling.clock import OTHER_WINDOW, Alignment, Message, align, matc
 from dflash_profiling.communication import is_labelled
 from dflash_profiling.intervals import Intervals, difference, intersection, joined, union
 from dflash_profiling.kineto import GPU_WORK, Category, Trace, launch_delays_ns
+from dflash_profiling.throughput import step_slowdown
 from dflash_profiling.timeline import PARTS, Split, by_span, family_of, host_bound, in_innermost, in_order, split
 from dflash_profiling.waits import Waits, find_waits
 
@@ -80,6 +81,8 @@ class RankAnalysis:
     """To or from a rank whose trace is there, but whose end of them cannot be told from those of other messages."""
     undirected_kernels: int
     """Messages on the GPU of which the trace does not say whether they send or receive, such as those of a batch."""
+    step_slowdown: float | None
+    """A step of the window over one before it, on the host; None where the trace does not say."""
     unaligned: str | None = None
     """Why the trace is not on the clock of the others: what it shows need not be of the same time or window."""
 
@@ -137,6 +140,7 @@ def analyze(trace: Trace, waits: Waits | None = None) -> RankAnalysis:
         max_launch_skew_ns=trace.max_launch_skew_ns,
         unpaired_messages=waits.unpaired,
         undirected_kernels=_undirected(trace),
+        step_slowdown=step_slowdown(trace.metadata),
     )
 
 

@@ -14,7 +14,8 @@ import numpy as np
 
 from dflash_profiling.analysis import RankAnalysis, analyze_ranks
 from dflash_profiling.kineto import read_folder
-from dflash_profiling.stream_facts import curves_of, facts_of, read_stream, stream_path
+from dflash_profiling.rank_stream import read_streams
+from dflash_profiling.stream_facts import curves_of
 from dflash_profiling.table import as_markdown, rank_title, tenths
 
 MAX_POINTS = 1000
@@ -24,12 +25,12 @@ _DT_STRING = 7
 
 def write_analysis(traces: Path, out: Path) -> None:
     """Writes event files below `out`, which need not exist; TraceError where the traces cannot be read."""
-    ranks = analyze_ranks(read_folder(traces))
-    streams = [read_stream(stream_path(traces, rank.rank)) if rank.rank is not None else [] for rank in ranks]
-    facts = {rank_title(rank): facts_of(rows) for rank, rows in zip(ranks, streams, strict=True) if rows}
-    _write(out, [_text("profile", as_markdown(ranks, facts))])
-    for rank, rows in zip(ranks, streams, strict=True):
-        _write(out / rank_title(rank), [*_shares(rank, len(ranks)), *_curves(rows)])
+    found = read_folder(traces)
+    ranks = analyze_ranks(found)
+    streams = read_streams(found, ranks)
+    _write(out, [_text("profile", as_markdown(ranks, streams))])
+    for rank, stream in zip(ranks, streams, strict=True):
+        _write(out / rank_title(rank), [*_shares(rank, len(ranks)), *_curves(stream.rows if stream else [])])
 
 
 def _shares(rank: RankAnalysis, of: int) -> Iterator[Any]:
@@ -39,13 +40,15 @@ def _shares(rank: RankAnalysis, of: int) -> Iterator[Any]:
         yield _scalar(f"share of window, %/{part.replace('_', ' ')}", share)
     for peer, ns in rank.waits_for_ns.items() if of > 1 else ():
         yield _scalar(f"waits for, % of window/rank {peer}", 100 * ns / window_ns)
+    if rank.step_slowdown is not None:
+        yield _scalar("a step, of those before the window", rank.step_slowdown)
 
 
 def _curves(rows: Sequence[dict[str, Any]]) -> Iterator[Any]:
     for curve in curves_of(rows):
         known = np.flatnonzero(~np.isnan(curve.values))
         chosen = known[np.unique(np.linspace(0, len(known) - 1, min(len(known), MAX_POINTS)).astype(np.int64))]
-        tag = f"stream/{curve.title}" + (f", {curve.unit}" if curve.unit else "")
+        tag = f"stream/{', '.join(filter(None, (curve.title, curve.entry, curve.unit)))}"
         for place in chosen.tolist():
             second = round(curve.time_s[place] - curve.time_s[0])
             yield _scalar(tag, curve.values[place], second, curve.time_s[place])

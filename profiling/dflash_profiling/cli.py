@@ -14,6 +14,7 @@ import typer
 if TYPE_CHECKING:
     from dflash_profiling.analysis import RankAnalysis
     from dflash_profiling.kineto import Trace
+    from dflash_profiling.rank_stream import RankStream
     from dflash_profiling.throughput import Throughput
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Where the time of a torch.distributed run goes.")
@@ -39,21 +40,29 @@ def analyze(
     from dflash_profiling import table
     from dflash_profiling.analysis import analyze_ranks
     from dflash_profiling.kineto import read_folder, read_trace
+    from dflash_profiling.rank_stream import read_streams
 
     traces = [read_trace(folder)] if folder.is_file() else read_folder(folder)
     ranks = analyze_ranks(traces)
-    print(json.dumps(table.as_json(ranks), indent=2) if as_json else table.as_text(ranks))
+    streams = read_streams(traces, ranks)
+    print(json.dumps(table.as_json(ranks, streams), indent=2) if as_json else table.as_text(ranks, streams))
     if not no_report and (report or folder.is_dir()):
-        _write_report(traces, ranks, report or folder / "report.html", asked=report is not None)
+        _write_report(traces, ranks, streams, report or folder / "report.html", asked=report is not None)
 
 
-def _write_report(traces: Sequence[Trace], ranks: Sequence[RankAnalysis], path: Path, asked: bool) -> None:
+def _write_report(
+    traces: Sequence[Trace],
+    ranks: Sequence[RankAnalysis],
+    streams: Sequence[RankStream | None],
+    path: Path,
+    asked: bool,
+) -> None:
     """The page at `path`; where it cannot be written, that is an error only if it was asked for."""
     from dflash_profiling.report import write_report
     from dflash_profiling.trace_file import TraceError
 
     try:
-        write_report(traces, ranks, path)
+        write_report(traces, ranks, path, streams)
     except OSError as error:
         reason = f"the report {path} cannot be written: {error.strerror or error}"
         if asked:

@@ -88,6 +88,11 @@ class TraceWindow:
         self._parts = _parts(*self._asked)
         self._times = _StepTimes()
 
+    @property
+    def step(self) -> int | None:
+        """The loop's step by the last `advance`; None before the first. Any thread may ask."""
+        return self._times.step
+
     def move(self, start_step: int, steps: int, stack_steps: int = 0) -> None:
         """Trace these steps, unless a window is open; one that lies ahead gives way, and the last one is not repeated.
 
@@ -214,7 +219,8 @@ class _StepTimes:
     """How long the loop's steps take on the host, without what `advance` itself takes, such as writing a trace."""
 
     def __init__(self) -> None:
-        self._step: int | None = None
+        self.step: int | None = None
+        """The one that goes on."""
         self._began_s = 0.0
         self._is_first = True
         self._before_ms: deque[float] = deque(maxlen=STEPS_BEFORE)
@@ -226,9 +232,9 @@ class _StepTimes:
 
     def end(self, step: int, recorded: bool, profiled: bool) -> None:
         """The step before is over, should `step` be another; the first one and one of warm-up count nowhere."""
-        if self._step is None or step <= self._step:
+        if self.step is None or step <= self.step:
             return
-        took_ms = round(1e3 * (time.perf_counter() - self._began_s) / (step - self._step), 3)
+        took_ms = round(1e3 * (time.perf_counter() - self._began_s) / (step - self.step), 3)
         if recorded:
             self._inside_ms.append(took_ms)
         elif not profiled and not self._is_first:
@@ -237,8 +243,8 @@ class _StepTimes:
 
     def begin(self, step: int) -> None:
         """`step` goes on from here, or begins here."""
-        if step != self._step:
-            self._step, self._began_s = step, time.perf_counter()
+        if step != self.step:
+            self.step, self._began_s = step, time.perf_counter()
 
     def facts(self) -> dict[str, list[float]]:
         """What a trace says of them."""

@@ -12,11 +12,14 @@ from typing import Any
 import numpy as np
 
 MAX_STREAM_BYTES = 64 * 2**20
+MAX_ENTRIES = 6
+"""Curves of one key: as many as a picture can tell apart."""
 _NO_CURVES = ("time_s", "step", "rank", "throttle_reasons")
 _POWER_CAP, _HEAT = 0x4 | 0x80, 0x8 | 0x20 | 0x40
 """NVML's throttle reasons: the power limit and brake; the hardware's slowdown, which heat makes, and heat itself."""
 KNOWN = {
-    "gpu_util": ("GPU utilisation", "%"), "power_w": ("power", "W"), "sm_mhz": ("SM clock", "MHz"),
+    "gpu_util": ("GPU utilisation", "%"), "power_w": ("power", "W"),
+    "wait_ms_of_rank": ("waits for other ranks, each second", "ms"), "sm_mhz": ("SM clock", "MHz"),
     "temperature_c": ("GPU temperature", "°C"), "memory_used_bytes": ("GPU memory used", "GiB"),
     "wakeup_ms": ("how late a millisecond's sleep ends, median", "ms"),
     "wakeup_max_ms": ("how late a millisecond's sleep ends, worst", "ms"),
@@ -25,17 +28,22 @@ KNOWN = {
     "alloc_retries": ("retries of the allocator, so far", ""), "device_allocs": ("calls of cudaMalloc, so far", ""),
     "graph_breaks": ("graph breaks of torch.compile, so far", ""),
     "compiled_graphs": ("compiled graphs, so far", ""), "cpu_cores": ("the process's cores", "cores"),
-    "load": ("load of the machine", "cores"),
+    "load": ("load of the machine", "cores"), "gil_share": ("share of the GIL, by thread", ""),
+    "wait_ms": ("waits for other ranks in all, each second", "ms"),
+    "ring_depth": ("messages that wait for the drafter, mean of its rings", ""),
+    "ring_depth_of_rank": ("messages that wait for the drafter, by sender", ""),
 }  # fmt: skip
 """Titles and units of a stream's keys, in the order in which they are drawn, before any others."""
 
 
 @dataclass(frozen=True)
 class StreamCurve:
-    """One key of one stream over time."""
+    """One key of one stream over time, or one entry of a key that has several, such as one a peer."""
 
     key: str
     title: str
+    entry: str
+    """Its name; empty where the key has one number."""
     unit: str
     time_s: np.ndarray
     """Since 1970."""
@@ -65,25 +73,39 @@ def read_stream(path: Path) -> list[dict[str, Any]]:
             row = json.loads(line)
         except (ValueError, RecursionError):
             continue
-        if isinstance(row, dict) and not math.isnan(_number(row.get("time_s"))):
+        if isinstance(row, dict) and not math.isnan(number(row.get("time_s"))):
             rows.append(row)
     return sorted(rows, key=lambda row: row["time_s"])
 
 
 def curves_of(rows: Sequence[dict[str, Any]]) -> list[StreamCurve]:
-    """One for each key with several numbers, the known ones first; bytes are in GiB."""
+    """One for each key with several numbers, or entry of such a key, the known ones first; bytes are in GiB."""
     if len(rows) < 2:
         return []
-    time_s = np.array([_number(row["time_s"]) for row in rows])
+    time_s = np.array([number(row["time_s"]) for row in rows])
     found = []
     for key in dict.fromkeys([*KNOWN, *(key for row in rows for key in row)]):
-        values = np.array([_number(row.get(key)) for row in rows])
-        if key not in _NO_CURVES and (~np.isnan(values)).sum() > 1:
-            title, unit = KNOWN.get(key, (key.removesuffix("_bytes").replace("_", " "), ""))
+        if key in _NO_CURVES:
+            continue
+        title, unit = KNOWN.get(key, (key.removesuffix("_bytes").replace("_", " "), ""))
+        for entry, values in _columns([row.get(key) for row in rows]).items():
+            name = f"rank {entry}" if entry and key.endswith("_of_rank") else entry
             if key.endswith("_bytes"):
                 values, unit = values / 2**30, "GiB"
-            found.append(StreamCurve(key, title, unit, time_s, values))
+            found.append(StreamCurve(key, title, name, unit, time_s, values))
     return found
+
+
+def _columns(cells: Sequence[Any]) -> dict[str, np.ndarray]:
+    """Of a key's cells the numbers, or those of each entry of the greatest sums; none with less than two numbers."""
+    entries = {name for cell in cells if isinstance(cell, dict) for name in cell}
+    columns = {
+        name: np.array([number(c.get(name) if isinstance(c, dict) else None) for c in cells]) for name in entries
+    }
+    columns = {"": np.array([number(cell) for cell in cells]), **columns}
+    several = [name for name, column in columns.items() if (~np.isnan(column)).sum() > 1]
+    greatest = sorted(several, key=lambda name: (-np.nansum(columns[name]), name))[:MAX_ENTRIES]
+    return {name: columns[name] for name in sorted(greatest)}
 
 
 def facts_of(rows: Sequence[dict[str, Any]]) -> dict[str, tuple[float, str]]:
@@ -91,7 +113,7 @@ def facts_of(rows: Sequence[dict[str, Any]]) -> dict[str, tuple[float, str]]:
     columns = {
         key: column[~np.isnan(column)]
         for key in dict.fromkeys(key for row in rows for key in row)
-        if not np.isnan(column := np.array([_number(row.get(key)) for row in rows])).all()
+        if not np.isnan(column := np.array([number(row.get(key)) for row in rows])).all()
     }
     facts: dict[str, tuple[float, str]] = {}
     for title, unit, key, reduce in _FACTS:
@@ -120,11 +142,14 @@ _FACTS: list[tuple[str, str, str, Callable[[np.ndarray], Any]]] = [
     ("graph breaks", "", "graph_breaks", np.max),
     ("compiled graphs", "", "compiled_graphs", np.max),
     ("cores of the process, mean", "", "cpu_cores", np.mean),
+    ("waits for other ranks, mean", "ms a second", "wait_ms", np.mean),
+    ("messages waiting in a ring, mean", "", "ring_depth", np.mean),
 ]
 """Title, unit, key and what makes one number of a column."""
 
 
-def _number(value: Any) -> float:
+def number(value: Any) -> float:
+    """The value, or NaN where it is no number that a curve could have."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return math.nan
     return float(value) if abs(value) < 1e15 else math.nan

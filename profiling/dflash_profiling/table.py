@@ -6,6 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dflash_profiling.analysis import RankAnalysis
+from dflash_profiling.rank_stream import RankStream
+from dflash_profiling.stream_table import compile_findings, stream_json, stream_lines
+from dflash_profiling.throughput import MAX_SLOWDOWN
 
 TOP = 8
 """Rows of a list of what takes longest."""
@@ -24,8 +27,8 @@ def tenths(parts_ns: Mapping[str, int]) -> dict[str, float]:
     return {name: share / 10 for name, share in floors.items()}
 
 
-def as_text(ranks: Sequence[RankAnalysis]) -> str:
-    """Shares of each rank's window, then what its computing is made of."""
+def as_text(ranks: Sequence[RankAnalysis], streams: Sequence[RankStream | None] = ()) -> str:
+    """Shares of each rank's window, then what its computing is made of, and what its stream adds."""
     shares = [tenths(rank.split.parts_ns) for rank in ranks]
     used = [name for name in shares[0] if any(share[name] for share in shares)]
     head = ["rank", "role", "steps", "window ms", *(name.replace("_", " ") for name in used)]
@@ -35,21 +38,24 @@ def as_text(ranks: Sequence[RankAnalysis]) -> str:
         for rank, share in zip(ranks, shares, strict=True)
     ]
     parts = [_aligned([head, *rows])]
-    for rank in ranks:
+    for rank, stream in _with_streams(ranks, streams):
         title = f"rank {_name(rank)}" + (f", {rank.role}" if rank.role else "")
         if not rank.has_gpu_rows:
             title += ": no GPU rows, so the times are those of the host"
-        parts.append("\n".join([title, *_computing(rank)]))
+        parts.append("\n".join([title, *_computing(rank), *(f"  {line}" for line in stream_lines(stream))]))
+        parts[-1] += "".join(f"\n  {remark}" for remark in _with_clock(rank, stream))
     return "\n\n".join(parts)
 
 
-def as_markdown(ranks: Sequence[RankAnalysis], facts: Mapping[str, Mapping[str, tuple[float, str]]]) -> str:
-    """The shares, the waits and the streams' `facts` (by rank's title and name: value and unit), as tables."""
+def as_markdown(ranks: Sequence[RankAnalysis], streams: Sequence[RankStream | None] = ()) -> str:
+    """The shares, the waits and the streams' facts, as tables, and what to bear in mind."""
     shares = [tenths(rank.split.parts_ns) for rank in ranks]
     used = [name for name in ranks[0].split.parts_ns if any(share[name] for share in shares)]
     titles = [rank_title(rank) for rank in ranks]
     rows = [[name.replace("_", " "), *(f"{share[name]:.1f} %" for share in shares)] for name in used]
     rows.append(["window", *(f"{rank.split.window_ns / 1e6:.1f} ms" for rank in ranks)])
+    if any(rank.step_slowdown is not None for rank in ranks):
+        rows.append(["a step, of those before the window", *(_factor(rank.step_slowdown) for rank in ranks)])
     parts = ["**Where the time goes**", _markdown_table(["part", *titles], rows)]
     peers = sorted({peer for rank in ranks for peer in rank.waits_for_ns})
     if peers:
@@ -59,19 +65,34 @@ def as_markdown(ranks: Sequence[RankAnalysis], facts: Mapping[str, Mapping[str, 
             for peer in peers
         ]
         parts += ["**Who waits for whom**", _markdown_table(["waits", *titles], rows)]
+    facts = {rank_title(rank): stream.facts for rank, stream in _with_streams(ranks, streams) if stream}
     if facts:
         names = dict.fromkeys(name for of_rank in facts.values() for name in of_rank)
         rows = [[name, *(_fact(of_rank.get(name)) for of_rank in facts.values())] for name in names]
         parts += ["**The streams beside the traces**", _markdown_table(["what", *facts], rows)]
-    remarks = [f"* {rank_title(rank)}: {remark}" for rank in ranks for remark in _remarks(rank)]
-    return "\n\n".join(parts + (["\n".join(remarks)] if remarks else [])) + "\n"
+    mind = [
+        f"* {rank_title(rank)}: {r}"
+        for rank, stream in _with_streams(ranks, streams)
+        for r in _with_clock(rank, stream)
+    ]
+    return "\n\n".join(parts + (["\n".join(mind)] if mind else [])) + "\n"
+
+
+def _with_streams(
+    ranks: Sequence[RankAnalysis], streams: Sequence[RankStream | None]
+) -> list[tuple[RankAnalysis, RankStream | None]]:
+    return list(zip(ranks, streams or [None] * len(ranks), strict=True))
+
+
+def _factor(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
 
 
 def _fact(fact: tuple[float, str] | None) -> str:
     return "" if fact is None else f"{fact[0]:.4g} {fact[1]}".strip()
 
 
-def as_json(ranks: Sequence[RankAnalysis]) -> list[dict[str, Any]]:
+def as_json(ranks: Sequence[RankAnalysis], streams: Sequence[RankStream | None] = ()) -> list[dict[str, Any]]:
     """One object a rank; times in nanoseconds, but shares in per cent."""
     return [
         {
@@ -90,8 +111,10 @@ def as_json(ranks: Sequence[RankAnalysis]) -> list[dict[str, Any]]:
             "unpaired_messages": rank.unpaired_messages,
             "undirected_kernels": rank.undirected_kernels,
             "unaligned": rank.unaligned,
+            "step_slowdown": rank.step_slowdown,
+            "stream": stream and stream_json(stream),
         }
-        for rank in ranks
+        for rank, stream in _with_streams(ranks, streams)
     ]
 
 
@@ -112,28 +135,36 @@ def _computing(rank: RankAnalysis) -> list[str]:
     ]
     if rank.max_launch_skew_ns:
         lines.append(f"  clocks of host and GPU differ by {rank.max_launch_skew_ns / 1e3:.1f} us or more")
-    return lines + [f"  {remark}" for remark in _remarks(rank)]
+    if rank.step_slowdown is not None and rank.step_slowdown <= MAX_SLOWDOWN:
+        lines.append(f"  a step took {rank.step_slowdown:.2f} of those before the window")
+    return lines
 
 
-def _remarks(rank: RankAnalysis) -> list[str]:
+def _with_clock(rank: RankAnalysis, stream: RankStream | None) -> list[str]:
     clock = [f"not on the clock of the other ranks: {rank.unaligned}"] if rank.unaligned else []
-    return clock + message_remarks(rank)
+    return clock + remarks(rank, stream)
 
 
-def message_remarks(rank: RankAnalysis) -> list[str]:
-    """What is not known of the rank's messages, a sentence each without its full stop."""
-    remarks = []
+def remarks(rank: RankAnalysis, stream: RankStream | None = None) -> list[str]:
+    """What to bear in mind of the rank, a sentence each without its full stop."""
+    found = []
+    if rank.step_slowdown is not None and rank.step_slowdown > MAX_SLOWDOWN:
+        found.append(
+            f"a step took {rank.step_slowdown:.2f} of those before the window, which is above {MAX_SLOWDOWN}: the "
+            "window's times are stretched by the profiler, unless its steps had more to do or the host was busier"
+        )
+    found += compile_findings(stream)
     if rank.unpaired_messages:
-        remarks.append(
+        found.append(
             f"{rank.unpaired_messages} messages could not be paired with their other ends: they have no arrows, and "
             "what waited for them is unknown"
         )
     if rank.undirected_kernels:
-        remarks.append(
+        found.append(
             f"of {rank.undirected_kernels} message kernels of NCCL the trace does not say whether they send or receive"
             ": they have no arrows, and what waited for them is unknown"
         )
-    return remarks
+    return found
 
 
 def rank_title(rank: RankAnalysis) -> str:

@@ -10,6 +10,8 @@ from statistics import median
 from typing import Any
 
 METRICS_FILE = "metrics.jsonl"
+MAX_SLOWDOWN = 1.15
+"""Of a step by the profiler; above it the window's times are no longer those of the run."""
 NEAREST = 10
 """Lines on either side of the traced window that count."""
 

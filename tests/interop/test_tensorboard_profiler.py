@@ -231,9 +231,14 @@ def test_the_analysis_stands_beside_as_text_and_scalars(tmp_path: Path) -> None:
         texts = wait_for_tags(address, "text", 2, LIMIT_S)
         scalars = wait_for_tags(address, "scalars", 4, LIMIT_S)
         (text,) = ask(address, "data/plugin/text/text", run="analysis/one", tag="profile")
-        share, power = (
+        share, power, slowdown, waits = (
             ask(address, "data/plugin/scalars/scalars", run="analysis/one/rank 1, drafter", tag=tag)
-            for tag in ("share of window, %/compute", "stream/power, W")
+            for tag in (
+                "share of window, %/compute",
+                "stream/power, W",
+                "a step, of those before the window",
+                "stream/waits for other ranks, each second, rank 0, ms",
+            )
         )
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == 0
@@ -245,7 +250,10 @@ def test_the_analysis_stands_beside_as_text_and_scalars(tmp_path: Path) -> None:
     assert "<table>" in text["text"] and f">{percent:.1f} %<" in text["text"] and "allocator retries" in text["text"]
     rows = read_stream(stream_path(tmp_path / "one", 1))
     assert len(power) <= 1000 and power[-1] == [rows[-1]["time_s"], 2999, rows[-1]["power_w"]]
+    assert [value for _, _, value in slowdown] == [pytest.approx(25 / 23)]
+    assert waits[-1] == [rows[-1]["time_s"], 2999, rows[-1]["wait_ms_of_rank"]["0"]]
+    assert "was compiled or tuned in steady state" in text["text"]
     kinds = {tag.split("/")[0] for tag in scalars["analysis/two/rank 1, drafter"]}
-    assert kinds == {"share of window, %", "waits for, % of window"}  # there is no stream
+    assert kinds == {"share of window, %", "waits for, % of window", "a step, of those before the window"}  # no stream
     assert files_of(tmp_path) == before
     assert not list(Path(tempfile.gettempdir()).glob(f"dflash-profile-*/{tmp_path.name}"))

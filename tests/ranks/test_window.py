@@ -19,9 +19,14 @@ def steps_in(trace: Path) -> list[int]:
 
 
 def check_stream(path: Path, peers: set[str], is_drafter: bool) -> None:
-    """Each line tells what was waited for since the one before, by peer; a drafter's also what waits in its rings."""
+    """Each line tells what was waited for since the one before, by peer; a drafter's also what waits in its rings.
+
+    And the loop's step, once it has begun.
+    """
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     last = lines[-1]
+    steps = [line["step"] for line in lines if "step" in line]
+    assert steps == sorted(steps) and steps[-1] > steps[0] > 0
     assert last["wait_ms_of_rank"].keys() == peers, last
     waited_ms = sum(line["wait_ms"] for line in lines)
     assert 0 < waited_ms < 1000 * (last["time_s"] - lines[0]["time_s"] + 1)
@@ -66,6 +71,7 @@ def test_a_running_run_records_windows_when_asked(tmp_path: Path) -> None:
         assert rank["parts_percent"]["compute"] > 10 and rank["parts_percent"]["unexplained"] < 60, rank
         assert sum(rank["compute_by_span_ns"].values()) == rank["parts_ns"]["compute"]
         assert {"backward", "optimizer"} <= rank["compute_by_span_ns"].keys() or number < 2
+        assert rank["step_slowdown"] > 0 and rank["stream"]["facts"]["waits for other ranks, mean"][0] > 0
     refused = dflash(*asked, "--steps", str(steps))
     assert refused.returncode == 2 and "lower --steps" in refused.stderr
     running.send(signal.SIGINT)

@@ -116,9 +116,11 @@ def test_a_trace_says_how_long_steps_took_before_and_in_it(
 
     monkeypatch.setattr(window, "_write", write_slowly)
     took_s = {1: 50, 2: 1, 3: 4, 5: 99, 6: 2, 7: 3, 8: 4, 9: 5, 10: 6}
+    assert window.step is None
     for step, seconds in took_s.items():
         for _ in range(batches):
             window.advance(step)
+            assert window.step == step
             clock.now_s += seconds / batches
     assert not window._parts
     trace = read_trace(tmp_path)

@@ -11,31 +11,45 @@ from pathlib import Path
 
 from dflash_profiling.analysis import RankAnalysis
 from dflash_profiling.kineto import Trace
+from dflash_profiling.rank_stream import RankStream, read_streams
 from dflash_profiling.report.lanes import timeline
 from dflash_profiling.report.sections import bars, header, legend, notes, tops
 from dflash_profiling.report.series import memory_section, stream_section
+from dflash_profiling.report.streams import compiled
 from dflash_profiling.report.text import embedded, escaped
 from dflash_profiling.report.waiting import waiting
 
 
-def write_report(traces: Sequence[Trace], ranks: Sequence[RankAnalysis], path: Path | str) -> None:
-    """Writes the page of `analyze_ranks(traces)`; at `path` there is the whole page or what was there before."""
+def write_report(
+    traces: Sequence[Trace],
+    ranks: Sequence[RankAnalysis],
+    path: Path | str,
+    streams: Sequence[RankStream | None] | None = None,
+) -> None:
+    """Writes the page of `analyze_ranks(traces)`; at `path` there is the whole page or what was there before.
+
+    The streams are read from beside the traces unless they are given.
+    """
     path = Path(path)
     partial = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        partial.write_bytes(render(traces, ranks).encode("utf-8", "replace"))
+        partial.write_bytes(render(traces, ranks, streams).encode("utf-8", "replace"))
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
 
 
-def render(traces: Sequence[Trace], ranks: Sequence[RankAnalysis]) -> str:
+def render(
+    traces: Sequence[Trace], ranks: Sequence[RankAnalysis], streams: Sequence[RankStream | None] | None = None
+) -> str:
     """The page's HTML. Nothing of the traces can run in it: text is escaped, and only our script is allowed."""
     script, style = _part("page.js"), _part("page.css")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode("ascii")
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; base-uri 'none'"
+    of_ranks = read_streams(traces, ranks) if streams is None else streams
+    there = [(rank, stream) for rank, stream in zip(ranks, of_ranks, strict=True) if stream]
     shown = timeline(traces, ranks)
-    remarks = notes(traces, ranks) + [escaped(note) for note in shown.notes]
+    remarks = notes(traces, ranks, of_ranks) + [escaped(note) for note in shown.notes]
     listed = "".join(f"<li>{note}</li>" for note in remarks)
     body = [
         header(traces, ranks),
@@ -44,8 +58,9 @@ def render(traces: Sequence[Trace], ranks: Sequence[RankAnalysis]) -> str:
         bars(ranks),
         _timeline_section(ranks),
         tops(ranks),
+        compiled(there),
         memory_section(traces, ranks),
-        stream_section(traces, ranks),
+        stream_section(there),
     ]
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'

@@ -7,9 +7,11 @@ from datetime import UTC, datetime
 
 from dflash_profiling.analysis import RankAnalysis
 from dflash_profiling.kineto import Trace
+from dflash_profiling.rank_stream import RankStream
 from dflash_profiling.report.text import duration, escaped, label, rank_name, sentence
 from dflash_profiling.report.waiting import awaited, headline
-from dflash_profiling.table import message_remarks, tenths
+from dflash_profiling.table import remarks, tenths
+from dflash_profiling.throughput import MAX_SLOWDOWN
 from dflash_profiling.timeline import PARTS
 
 TOP = 12
@@ -58,7 +60,7 @@ def _devices(trace: Trace) -> list[str]:
     return [escaped(name, 60) for name in names[:8] if isinstance(name, str)]
 
 
-def notes(traces: Sequence[Trace], ranks: Sequence[RankAnalysis]) -> list[str]:
+def notes(traces: Sequence[Trace], ranks: Sequence[RankAnalysis], streams: Sequence[RankStream | None]) -> list[str]:
     """What to bear in mind, escaped."""
     found = []
     without = [rank_name(rank) for rank in ranks if not rank.has_gpu_rows]
@@ -67,11 +69,11 @@ def notes(traces: Sequence[Trace], ranks: Sequence[RankAnalysis]) -> list[str]:
         found.append(
             f"{who} rows of a GPU: the times are those of the host's spans, and how busy a GPU was is unknown."
         )
-    for trace, rank in zip(traces, ranks, strict=True):
+    for trace, rank, stream in zip(traces, ranks, streams, strict=True):
         if rank.max_launch_skew_ns:
             differ = f"the clocks of host and GPU differ by {duration(rank.max_launch_skew_ns)} or more"
             found.append(f"{rank_name(rank)}: {differ}; the launches concerned count as at their kernels' start.")
-        found += [f"{rank_name(rank)}: {remark}." for remark in message_remarks(rank)]
+        found += [f"{rank_name(rank)}: {escaped(remark)}." for remark in remarks(rank, stream)]
         if trace.skipped_events:
             found.append(f"{rank_name(rank)}: {trace.skipped_events} malformed events of the trace were left away.")
     return found
@@ -129,6 +131,9 @@ def _parts_table(ranks: Sequence[RankAnalysis]) -> str:
     windows = "".join(f'<td data-ns="{r.split.window_ns}">{duration(r.split.window_ns)}</td>' for r in ranks)
     steps = "".join(f"<td>{rank.steps}</td>" for rank in ranks)
     foot = f'<tr><th scope="row">window</th>{windows}</tr><tr><th scope="row">steps</th>{steps}</tr>'
+    if any(rank.step_slowdown is not None for rank in ranks):
+        slowdowns = "".join(f"<td>{_factor(rank.step_slowdown)}</td>" for rank in ranks)
+        foot += f'<tr><th scope="row">a step, of those before the window</th>{slowdowns}</tr>'
     unused = [label(name, host) for name in PARTS if name not in used_parts(ranks)]
     rest = f'<p class="note">No time in: {", ".join(unused)}.</p>' if unused else ""
     return (
@@ -136,6 +141,13 @@ def _parts_table(ranks: Sequence[RankAnalysis]) -> str:
         f'<th scope="col">part</th>{head}</tr></thead><tbody>{"".join(body)}</tbody>'
         f"<tfoot>{foot}</tfoot></table></div>{rest}"
     )
+
+
+def _factor(value: float | None) -> str:
+    """A warning's colour where the profiler made steps too much longer."""
+    if value is None:
+        return "–"
+    return f'<b class="warn">{value:.2f}</b>' if value > MAX_SLOWDOWN else f"{value:.2f}"
 
 
 def tops(ranks: Sequence[RankAnalysis]) -> str:

@@ -9,13 +9,15 @@ import numpy as np
 
 from dflash_profiling.analysis import RankAnalysis
 from dflash_profiling.kineto import MemoryEvents, Trace
+from dflash_profiling.rank_stream import RankStream
+from dflash_profiling.report.streams import Streams, gil_table
 from dflash_profiling.report.text import escaped, rank_name
-from dflash_profiling.stream_facts import curves_of, facts_of, read_stream, stream_path
+from dflash_profiling.stream_facts import curves_of
 
 POINTS = 600
 MAX_CURVES = 16
 WIDTH, HEIGHT = 600, 120
-_OPEN = ("gpu_util", "power_w")
+_OPEN = ("gpu_util", "power_w", "wait_ms_of_rank")
 """What is seen without opening anything."""
 
 
@@ -44,40 +46,45 @@ def memory_section(traces: Sequence[Trace], ranks: Sequence[RankAnalysis]) -> st
     return _section("memory", "Memory over time", note, curves)
 
 
-def stream_section(traces: Sequence[Trace], ranks: Sequence[RankAnalysis]) -> str:
-    """HTML; empty where no stream file lies beside the traces."""
-    streams = [
-        (trace, rank, rows)
-        for trace, rank in zip(traces, ranks, strict=True)
-        if rank.rank is not None and len(rows := read_stream(stream_path(trace.path.parent, rank.rank))) > 1
-    ]
+def stream_section(streams: Streams) -> str:
+    """HTML; empty where no stream has a curve."""
     curves: dict[str, list[tuple[str, Curve]]] = {}
-    for trace, rank, rows in streams:
-        for found in curves_of(rows):
-            begin_s = found.time_s[0]
-            window = None
-            if trace.base_ns:
-                start_s = rank.window_start_ns / 1e9 - begin_s
-                window = start_s, start_s + rank.split.window_ns / 1e9
-            curve = Curve(found.title, found.unit, found.time_s - begin_s, {"": found.values}, window=window)
-            curves.setdefault(found.key, []).append((rank_name(rank), curve))
+    for rank, stream in streams:
+        for key, curve in _stream_curves(stream).items():
+            curves.setdefault(key, []).append((rank_name(rank), curve))
     if not curves:
         return ""
-    idle = [key for key, same in curves.items() if all((np.nan_to_num(c.lines[""]) == 0).all() for _, c in same)]
+    idle = [key for key, same in curves.items() if not any(_is_drawn(curve) for _, curve in same)]
     drawn = [key for key in curves if key not in idle][:MAX_CURVES]
     seen = [key for key in drawn if key in _OPEN] or drawn[:1]
     blocks = {key: _block(curves[key]) for key in drawn}
     rest = "".join(block for key, block in blocks.items() if key not in seen)
     never = ", ".join(escaped(curves[key][0][1].title, 60) for key in idle)
     return (
-        '<section id="stream"><h2>Utilisation and power over time</h2><p class="note">From the stream that each rank '
+        '<section id="stream"><h2>The streams over time</h2><p class="note">From the stream that each rank '
         "writes beside its traces, a line a second over the whole run. Time is since its first line; the stretch that "
-        f"was traced is shaded.</p>{_facts_table([(rank_name(rank), facts_of(rows)) for _, rank, rows in streams])}"
+        f"was traced is shaded.</p>{_facts_table([(rank_name(rank), stream.facts) for rank, stream in streams])}"
+        + gil_table(streams)
         + "".join(blocks[key] for key in seen)
         + (f"<details><summary>More curves: host, allocator, compiler</summary>{rest}</details>" if rest else "")
         + (f'<p class="note">Always 0, so not drawn: {never}.</p>' if never else "")
         + "</section>"
     )
+
+
+def _stream_curves(stream: RankStream) -> dict[str, Curve]:
+    """By key, with a line for each of its entries."""
+    curves: dict[str, Curve] = {}
+    for found in curves_of(stream.rows):
+        begin_s = found.time_s[0]
+        window = stream.window_s and (stream.window_s[0] - begin_s, stream.window_s[1] - begin_s)
+        curve = curves.setdefault(found.key, Curve(found.title, found.unit, found.time_s - begin_s, {}, window=window))
+        curve.lines[found.entry] = found.values
+    return curves
+
+
+def _is_drawn(curve: Curve) -> bool:
+    return any(np.nan_to_num(line).any() for line in curve.lines.values())
 
 
 def _facts_table(ranks: Sequence[tuple[str, dict[str, tuple[float, str]]]]) -> str:
@@ -90,8 +97,8 @@ def _facts_table(ranks: Sequence[tuple[str, dict[str, tuple[float, str]]]]) -> s
         for title, unit in titles.items()
     )
     return (
-        '<div class="scroll"><table id="stream-facts"><caption>Over the whole stream</caption><thead><tr>'
-        f'<th scope="col">what</th>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+        '<div class="scroll"><table id="stream-facts" class="facts-table"><caption>Over the whole stream</caption>'
+        f'<thead><tr><th scope="col">what</th>{head}</tr></thead><tbody>{body}</tbody></table></div>'
     )
 
 
