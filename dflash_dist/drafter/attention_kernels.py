@@ -44,7 +44,7 @@ def attention_backward(
     key_Smd, value_Smd = key_Smd.contiguous(), value_Smd.contiguous()  # the gradients are to be laid out alike
     key_gradient_Smd, value_gradient_Smd = torch.empty_like(key_Smd), torch.empty_like(value_Smd)
     blocks = mask.blocks
-    _backward_kernel[key_heads, triton.cdiv(keys, BLOCK_KEYS)](
+    _attention_backward_kernel[key_heads, triton.cdiv(keys, BLOCK_KEYS)](
         query_Qnd.contiguous(),
         key_Smd,
         value_Smd,
@@ -125,7 +125,7 @@ def _add_tiles(
 
 
 @triton.jit(do_not_specialize=["Q", "S", "QUERY_TILES"])
-def _backward_kernel(
+def _attention_backward_kernel(
     query_ptr, key_ptr, value_ptr, gradient_ptr, log_sum_ptr, inner_ptr, ends_ptr, query_gradient_ptr,
     key_gradient_ptr, value_gradient_ptr, full_counts_ptr, full_tiles_ptr, some_counts_ptr, some_tiles_ptr,
     Q, S, QUERY_TILES, scale,

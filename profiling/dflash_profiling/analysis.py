@@ -21,6 +21,8 @@ from dflash_profiling.waits import Waits, find_waits
 
 STEP = "ProfilerStep#"
 _STEP_NUMBER = re.compile(r"ProfilerStep#(\d{1,15})")
+BEFORE_TRACE = "launched before the trace"
+"""Computing of a GPU whose queue was full as the window began: of which span, the trace does not say."""
 SPAN_PARTS = {
     "receive": "p2p_starved", "wait_slot": "p2p_backpressured", "send": "p2p_transfer", "gloo:send": "p2p_transfer",
     "gloo:recv": "p2p_starved", "all_reduce": "collective", "load": "data", "checkpoint": "checkpoint",
@@ -327,21 +329,24 @@ def _launched_by(
 ) -> dict[str, int]:
     """Of a GPU's computing in the window: by the innermost span in which it was launched, as the host runs ahead.
 
-    "" is what was launched in none, or before the trace. Of what runs at once, the span that came first has it.
+    "" is what was launched in none, `BEFORE_TRACE` what has no launch in the trace. Of what runs at once, the span that
+    came first has it, and what was launched before the trace before all.
     """
     slices, delays = trace.slices, launch_delays_ns(trace)
     whole = union(slices.start_ns.min(keepdims=True), slices.end_ns.max(keepdims=True) + 1)  # holds each launch
     shares = in_innermost(whole, spans)
-    names = sorted(shares, key=lambda name: int(shares[name].start_I.min(initial=whole.end_I[-1])))
-    start_I = np.concatenate([shares[name].start_I for name in names])
-    name_I = np.repeat(np.arange(len(names)), [len(shares[name].start_I) for name in names])
+    in_order_of_time = sorted(shares, key=lambda name: int(shares[name].start_I.min(initial=whole.end_I[-1])))
+    names = [BEFORE_TRACE, *in_order_of_time]
+    start_I = np.concatenate([shares[name].start_I for name in in_order_of_time])
+    name_I = np.repeat(np.arange(1, len(names)), [len(shares[name].start_I) for name in in_order_of_time])
     order = np.argsort(start_I)
-    name_S = np.full(len(slices), names.index(""))
+    name_S = np.zeros(len(slices), np.int64)
     place_K = np.searchsorted(start_I[order], slices.start_ns[delays.launch], side="right") - 1
     name_S[delays.gpu] = name_I[order][place_K]
     chosen = [compute_S & (name_S == place) for place in range(len(names))]
     found = in_order(window, [union(slices.start_ns[some_S], slices.end_ns[some_S]) for some_S in chosen])
-    return {name: share.total_ns for name, share in zip(names, found, strict=True)}
+    times_ns = {name: share.total_ns for name, share in zip(names, found, strict=True)}
+    return {name: ns for name, ns in times_ns.items() if ns or name != BEFORE_TRACE}
 
 
 def _of_spans(spans: Sequence[tuple[str, int, int]], part: str) -> Intervals:

@@ -186,6 +186,19 @@ def test_what_the_gpu_computes_is_of_the_span_that_launched_it(tmp_path: Path) -
     assert found.compute_by_span_ns == {"": 1_000, "forward": 4_000, "optimizer": 1_000}
 
 
+def test_what_was_queued_before_the_trace_is_told_apart(tmp_path: Path) -> None:
+    """Its launch is not in the trace, so neither is its span."""
+    rank = SyntheticRank(0)
+    rank.span("ProfilerStep#1", BASE_NS, BASE_NS + 10_000)
+    rank.span("forward", BASE_NS + 5_000, BASE_NS + 10_000)
+    rank.slice("kernel", "gemm", BASE_NS, BASE_NS + 6_000, 0, 7, device=0, context=1, stream=7, correlation=999)
+    rank.kernel("gemm", BASE_NS + 6_000, BASE_NS + 9_000, launch_ns=BASE_NS + 5_500)
+    found = analyze(read_trace(rank.write(tmp_path)))
+    assert sums_up(found)
+    assert found.compute_by_span_ns == {"": 0, "forward": 3_000, "launched before the trace": 6_000}
+    assert "launched before the trace 60.0 %" in as_text([found])
+
+
 def test_without_gpu_rows_the_innermost_span_counts(tmp_path: Path) -> None:
     """A rank that is its own target computes what it would receive."""
     rank = SyntheticRank(0)
