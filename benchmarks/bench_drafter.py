@@ -178,7 +178,7 @@ def measure(
             loss = step()
         wait()
         if cuda:
-            gc.collect()  # what was measured before may hold itself
+            gc.collect()
             torch.cuda.reset_peak_memory_stats()
         whole_s, host_s = [], []
         for _ in range(REPEATS):
@@ -230,20 +230,27 @@ def main() -> None:
     objective = Objective(options.objective)
     print(f"{options.shape}, {options.objective}, {device}\n{'':<32} " + " ".join(f"{c:>12}" for c in COLUMNS))
     lines = {}
-    for case in options.case:
+
+    def rows_of(case: str) -> tuple[int, Batch]:
         rows, length = map(int, case.split("x"))
-        anchors = rows * options.row_anchors
-        batch = Batch(shape, np.full(rows, length), anchors, objective, device)
+        batch = Batch(shape, np.full(rows, length), rows * options.row_anchors, objective, device)
         batch.spread_anchors(options.row_anchors)
-        lines[case] = measure(f"{case}, {anchors} anchors", batch, ours(batch, options.group), options.trace)
+        return rows, batch
+
+    for case in options.case:
+        rows, batch = rows_of(case)
+        name = f"{case}, {rows * options.row_anchors} anchors"
+        lines[case] = measure(name, batch, ours(batch, options.group), options.trace)
         if ranks is not None:
             lines[f"{case} summed"] = measure(f"{case}, summed over ranks", batch, ours(batch, options.group, ranks))
-        if options.peer and options.objective == "tokens":
-            lines[f"{case} peer"] = measure(f"{case}, SpecForge", batch, peers(batch, rows))
     if options.packed:
         batch = Batch(shape, chat_lengths(options.packed), options.anchors, objective, device)
         name = f"packed {options.packed:,}, {int(batch.blocks.keep_A.sum()):,} anchors"
         lines["packed"] = measure(name, batch, ours(batch, options.group), options.trace)
+    if options.peer and options.objective == "tokens":  # after all of ours, as its memory is not given back whole
+        for case in options.case:
+            rows, batch = rows_of(case)
+            lines[f"{case} peer"] = measure(f"{case}, SpecForge", batch, peers(batch, rows))
     if ranks is not None:
         dist.destroy_process_group()
     if options.json:
