@@ -207,7 +207,8 @@ def measure(
     return dict(zip(COLUMNS, values, strict=True))
 
 
-def main() -> None:
+def parsed() -> argparse.Namespace:
+    """What the command line asks for."""
     parser = argparse.ArgumentParser(usage=__doc__)
     parser.add_argument("shape", nargs="?", default="qwen3.6-27b", choices=list(shapes()))
     parser.add_argument("--case", nargs="*", default=["1x4096", "2x4096", "1x8192"])
@@ -217,9 +218,14 @@ def main() -> None:
     parser.add_argument("--group", type=int, default=1024, help="train.anchors_per_backward")
     parser.add_argument("--objective", default="tokens", choices=("tokens", "argmax", "kl"))
     parser.add_argument("--peer", action="store_true")
+    parser.add_argument("--ctas", type=int, help="most thread blocks of NCCL's sum of gradients")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--trace", type=Path, help="a folder for tables of the kernels")
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parsed()
     shape, device = shapes()[options.shape], "cuda" if torch.cuda.is_available() else "cpu"
     ranks = None
     if "RANK" in os.environ:
@@ -227,6 +233,10 @@ def main() -> None:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group()
         ranks = dist.group.WORLD
+        if options.ctas:
+            limited = dist.ProcessGroupNCCL.Options()
+            limited.config.max_ctas = options.ctas
+            ranks = dist.new_group(pg_options=limited)
     objective = Objective(options.objective)
     print(f"{options.shape}, {options.objective}, {device}\n{'':<32} " + " ".join(f"{c:>12}" for c in COLUMNS))
     lines = {}
