@@ -128,6 +128,7 @@ def _trace_facts(config: Config, topology: Topology, device: torch.device) -> di
     return {
         "topology": str(topology),
         "pairs": topology.pairs(),
+        "node": int(os.environ.get("GROUP_RANK", 0)),
         "token_budget": config.schedule.token_budget,
         "batches_per_step": config.schedule.batches_per_step,
         "versions": {name: version_of(name) for name in packages} | {"cuda": torch.version.cuda},

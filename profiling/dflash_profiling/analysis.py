@@ -87,6 +87,8 @@ class RankAnalysis:
     """A step of the window over one before it, on the host; None where the trace does not say."""
     unaligned: str | None = None
     """Why the trace is not on the clock of the others: what it shows need not be of the same time or window."""
+    clock_uncertainty_ns: int | None = None
+    """How exact what waits for other ranks is; None where no messages bound the clocks."""
 
     @property
     def of_another_window(self) -> bool:
@@ -99,7 +101,11 @@ def analyze_ranks(traces: Sequence[Trace]) -> list[RankAnalysis]:
     alignment = align(traces)
     messages = match_p2p(traces, alignment)
     return [
-        replace(analyze(trace, waits), unaligned=alignment.unaligned.get(trace.path.name))
+        replace(
+            analyze(trace, waits),
+            unaligned=alignment.unaligned.get(trace.path.name),
+            clock_uncertainty_ns=alignment.uncertainty_ns,
+        )
         for trace, waits in zip(traces, find_waits(traces, alignment, messages), strict=True)
     ]
 

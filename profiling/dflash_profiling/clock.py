@@ -48,7 +48,9 @@ class Alignment:
     unaligned: dict[str, str]
     """Why a trace is not on the common clock, by its file's name."""
     bounds: list[SkewBound]
-    """One for each pair of ranks with messages between them."""
+    """One for each pair of ranks with messages between them, from these alone."""
+    uncertainty_ns: int | None
+    """By how much messages and hosts leave the clocks of two such ranks free; None where they leave a side open."""
     violation_ns: int
     """By how much the bounds had to be widened to be fulfilled at once: 0 where they agree."""
     unpaired: dict[RankPair, int]
@@ -101,8 +103,16 @@ def align(traces: Sequence[Trace]) -> Alignment:
     ]
     for a, b in _same_host(aligned):
         most_ns[place[a], place[b]] = min(most_ns[place[a], place[b]], SAME_HOST_NS)
+    free_ns = max((most_ns[place[a], place[b]] + most_ns[place[b], place[a]] for a, b in counts), default=np.inf)
     skews_ns, violation_ns = _skews(most_ns)
-    return Alignment({rank: -skews_ns[place[rank]] for rank in ranks}, unaligned, bounds, violation_ns, paired.unpaired)
+    return Alignment(
+        offsets_ns={rank: -skews_ns[place[rank]] for rank in ranks},
+        unaligned=unaligned,
+        bounds=bounds,
+        uncertainty_ns=round(max(free_ns, violation_ns)) if np.isfinite(free_ns) else None,
+        violation_ns=violation_ns,
+        unpaired=paired.unpaired,
+    )
 
 
 def match_p2p(traces: Sequence[Trace], alignment: Alignment | None = None) -> list[Message]:
@@ -166,7 +176,7 @@ def _extent(trace: Trace) -> tuple[int, int]:
 
 
 def _same_host(aligned: dict[int, Trace]) -> Iterator[RankPair]:
-    hosts = {rank: trace.metadata.get("host_name") for rank, trace in aligned.items()}
+    hosts = _hosts(aligned)
     for a, host in hosts.items():
         for b, other in hosts.items():
             if a != b and host and host == other:
@@ -174,10 +184,16 @@ def _same_host(aligned: dict[int, Trace]) -> Iterator[RankPair]:
 
 
 def _paired(aligned: dict[int, Trace]) -> Pairing:
-    return pair_ends(
-        {rank: trace.communication for rank, trace in aligned.items()},
-        {rank: trace.metadata.get("host_name") for rank, trace in aligned.items()},
-    )
+    return pair_ends({rank: trace.communication for rank, trace in aligned.items()}, _hosts(aligned))
+
+
+def _hosts(aligned: dict[int, Trace]) -> dict[int, object]:
+    """What torch calls each rank's host, or, as it does since 2.13 only, the number of the trainer's node."""
+    facts = {rank: trace.metadata for rank, trace in aligned.items()}
+    return {
+        rank: fact.get("host_name") or (("node", fact["node"]) if "node" in fact else None)
+        for rank, fact in facts.items()
+    }
 
 
 def _bound(most_ns: np.ndarray, source: int, destination: int, pairs: list[Match]) -> None:

@@ -111,6 +111,7 @@ def as_json(ranks: Sequence[RankAnalysis], streams: Sequence[RankStream | None] 
             "unpaired_messages": rank.unpaired_messages,
             "undirected_kernels": rank.undirected_kernels,
             "unaligned": rank.unaligned,
+            "clock_uncertainty_ns": rank.clock_uncertainty_ns,
             "step_slowdown": rank.step_slowdown,
             "stream": stream and stream_json(stream),
         }
@@ -142,6 +143,8 @@ def _computing(rank: RankAnalysis) -> list[str]:
 
 def _with_clock(rank: RankAnalysis, stream: RankStream | None) -> list[str]:
     clock = [f"not on the clock of the other ranks: {rank.unaligned}"] if rank.unaligned else []
+    if rank.waits_for_ns and rank.clock_uncertainty_ns is not None:
+        clock.append(f"messages fix the ranks' clocks to {rank.clock_uncertainty_ns / 1e6:.3g} ms: so exact are waits")
     return clock + remarks(rank, stream)
 
 

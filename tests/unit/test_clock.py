@@ -57,6 +57,7 @@ def test_waits_are_found_behind_skew_and_jitter(
     assert alignment.unaligned == {} and alignment.violation_ns == 0
     for rank, skew_ns in true_skews.items():
         assert alignment.offsets_ns[rank] == pytest.approx(-skew_ns, abs=20_000)
+        assert abs(alignment.offsets_ns[rank] + skew_ns) <= (alignment.uncertainty_ns or 0) < MS
     for bound in alignment.bounds:
         assert bound.low_ns <= true_skews[bound.rank_b] - true_skews[bound.rank_a] <= bound.high_ns and bound.feasible
         assert bound.messages == 80
@@ -91,7 +92,18 @@ def test_small_messages_of_one_direction_leave_a_side_open(tmp_path: Path) -> No
     ranks, _ = messages_world(TWO_RANKS, {0: 0, 1: 3 * MS}, answers=False, bytes=4096)
     alignment = align(written(ranks, tmp_path))
     assert alignment.bounds[0].low_ns is None and alignment.bounds[0].high_ns is not None
-    assert alignment.offsets_ns == {0: 0, 1: 0}
+    assert alignment.offsets_ns == {0: 0, 1: 0} and alignment.uncertainty_ns is None
+
+
+@pytest.mark.parametrize(("nodes", "known"), [((0, 0), True), ((0, 1), False)])
+def test_ranks_of_one_node_share_its_clock(tmp_path: Path, nodes: tuple[int, int], known: bool) -> None:
+    """Before 2.13 torch does not say which host a trace is of; the trainer tells its node."""
+    ranks, _ = messages_world(TWO_RANKS, {0: 0, 1: 0}, answers=False, bytes=4096)
+    traces = [
+        replace(trace, metadata=trace.metadata | {"node": node})
+        for trace, node in zip(written(ranks, tmp_path), nodes, strict=True)
+    ]
+    assert (align(traces).uncertainty_ns is not None) == known
 
 
 def test_ranks_of_one_host_share_its_clock(tmp_path: Path) -> None:

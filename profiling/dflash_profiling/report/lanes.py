@@ -248,13 +248,11 @@ def _notes(alignment: Alignment, alone: bool) -> list[str]:
         for file, reason in alignment.unaligned.items()
         if not alone
     ]
-    widest = max(
-        (b.high_ns - b.low_ns for b in alignment.bounds if b.high_ns is not None and b.low_ns is not None), default=None
-    )
     if alignment.violation_ns:
         notes.append(
             f"No clocks fulfil all messages: they contradict each other by {duration(alignment.violation_ns)}."
         )
-    elif widest is not None and widest >= 0:
-        notes.append(f"The messages fix the ranks' clocks against each other to {duration(widest)} or better.")
+    elif alignment.uncertainty_ns is not None:
+        fixed = duration(alignment.uncertainty_ns)
+        notes.append(f"The messages fix the ranks' clocks against each other to {fixed} or better.")
     return notes
