@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -152,7 +153,7 @@ def _on_one_clock(traces: Sequence[Trace]) -> tuple[dict[int, Trace], dict[str, 
     """The traces that share a clock up to its skew, by rank, and why the others do not."""
     aligned: dict[int, Trace] = {}
     unaligned = {}
-    newest = max((_extent(trace) for trace in traces if trace.base_ns is not None), default=(0, 0))
+    newest = max((t for t in traces if t.base_ns is not None), key=lambda t: _extent(t)[0], default=None)
     for trace in traces:
         if trace.rank is None:
             reason = "it does not say which rank it is of"
@@ -162,13 +163,29 @@ def _on_one_clock(traces: Sequence[Trace]) -> tuple[dict[int, Trace], dict[str, 
             reason = (
                 "it has no baseTimeNanoseconds, as torch wrote none before 2024, so its times are of an unknown clock"
             )
-        elif trace.base_ns is not None and _extent(trace)[1] < newest[0]:
-            reason = f"it ended {(newest[0] - _extent(trace)[1]) / 1e9:.1f} s before another began: {OTHER_WINDOW}"
+        elif trace.base_ns is not None and newest is not None and (apart := _apart(trace, newest)):
+            reason = f"{apart}: {OTHER_WINDOW}"
         else:
             aligned[trace.rank] = trace
             continue
         unaligned[trace.path.name] = reason
     return aligned, unaligned
+
+
+def _apart(trace: Trace, newest: Trace) -> str | None:
+    """Why the trace is not of the window of the newest one.
+
+    By the steps that were asked for, where both say so: a rank that is ahead of another runs the same steps earlier.
+    """
+    steps, newest_steps = trace.metadata.get("window"), newest.metadata.get("window")
+    if steps is not None and newest_steps is not None:
+        return None if steps == newest_steps else f"it is of steps {_range(steps)}, another of {_range(newest_steps)}"
+    gap_ns = _extent(newest)[0] - _extent(trace)[1]
+    return f"it ended {gap_ns / 1e9:.1f} s before another began" if gap_ns > 0 else None
+
+
+def _range(steps: Any) -> str:
+    return " to ".join(str(step) for step in steps) if isinstance(steps, list) else str(steps)[:40]
 
 
 def _extent(trace: Trace) -> tuple[int, int]:

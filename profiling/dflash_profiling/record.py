@@ -59,9 +59,10 @@ class TraceWindow:
     are never in the same file as times to go by.
 
     The step before each is profiled and thrown away, because the profiler's own start-up falls into it. The trace holds
-    `role`, `rank` and each key of `metadata` (JSON-able values) at its top level, how long steps took on the host in
-    the window (`step_ms`) and before it (`step_ms_before`), and a `ProfilerStep#n` span for each call of `advance`,
-    with its step. Nothing here raises into the loop: what goes wrong is said on stderr and ends the window.
+    `role`, `rank` and each key of `metadata` (JSON-able values) at its top level, the first and last step asked for
+    (`window`), how long steps took on the host in the window (`step_ms`) and before it (`step_ms_before`), and a
+    `ProfilerStep#n` span for each call of `advance`, with its step. Nothing here raises into the loop: what goes wrong
+    is said on stderr and ends the window.
 
     `all_threads`: whether what other threads do is recorded, too. Not where one of them has operations of gloo under
     way: torch would write the end of one that outlives the window into memory that is freed by then (seen with torch
@@ -158,7 +159,8 @@ class TraceWindow:
             with_stack=part.with_stack,
             experimental_config=_all_threads() if self._all_threads else None,
         )
-        for key, value in self.metadata.items():
+        window = [part.start_step, part.end_step - 1]
+        for key, value in {**self.metadata, "window": window}.items():
             profiler.preset_metadata_json(key, json.dumps(value))
         profiler.start()
         self._profiler = profiler

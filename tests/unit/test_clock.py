@@ -137,6 +137,24 @@ def test_traces_of_unknown_clocks_are_left_out_with_the_reason(tmp_path: Path) -
     assert_waits(match_p2p(traces), [message for message in truth if {message.source, message.destination} == {0, 3}])
 
 
+@pytest.mark.parametrize(("windows", "ahead_ms"), [([[16, 19], [16, 19]], 9_000), ([[12, 15], [16, 19]], 0)])
+def test_a_window_is_one_of_steps_however_far_ahead_a_rank_is(
+    tmp_path: Path, windows: list[list[int]], ahead_ms: int
+) -> None:
+    """A target that is ahead by full rings has done the steps before the drafter begins them."""
+    ranks, _ = messages_world(TWO_RANKS, {0: 0, 1: 0}, answers=False)
+    ranks = [
+        replace(rank, metadata=rank.metadata | {"window": window}) for rank, window in zip(ranks, windows, strict=True)
+    ]
+    ranks[0].base_ns = (ranks[0].base_ns or 0) - ahead_ms * MS
+    alignment = align(written(ranks, tmp_path))
+    if windows[0] == windows[1]:
+        assert alignment.unaligned == {}
+    else:
+        (reason,) = alignment.unaligned.values()
+        assert reason == "it is of steps 12 to 15, another of 16 to 19: it is of another window"
+
+
 def test_a_single_trace_needs_no_base(tmp_path: Path) -> None:
     rank = SyntheticRank(0, base_ns=None)
     rank.kernel("k", 1000, 2000)
