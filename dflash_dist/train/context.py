@@ -69,6 +69,11 @@ class RankContext:
         with self.watch.pausing():  # the end of a trace is written here
             self.trace.advance(step)
 
+    def end_trace(self) -> None:
+        """Called as the last step ends: what follows, such as waiting for the last messages to go out, is no step."""
+        with self.watch.pausing():
+            self.trace.close()
+
     @property
     def leads(self) -> bool:
         """Whether this is the first drafter rank, which writes metrics and checkpoints."""

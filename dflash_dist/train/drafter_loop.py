@@ -73,6 +73,7 @@ def drafter_loop(
             break
         reports.lead_stop(step)
         reports.lead_window(step)
+    context.end_trace()
     return step
 
 

@@ -51,6 +51,7 @@ def target_loop(
             time_s=time.perf_counter() - started_s,
             memory_gib=used_memory_gib(device),
         )
+    context.end_trace()
     control.publish_done()
     for drafter, channel in channels.items():
         fill_posted(context, drafter, channel)

@@ -20,7 +20,7 @@ from dflash_dist.errors import RunFailed, UserError
 from dflash_dist.topology import Topology
 from dflash_dist.train.metrics import read_metrics
 from dflash_dist.train.run_folder import is_held, write_text
-from dflash_profiling.throughput import step_slowdown
+from dflash_profiling.throughput import slowdown_warning, step_slowdown
 from dflash_profiling.trace_file import TraceError, read_metadata
 
 REQUEST, ANSWER = "profile/request.json", "profile/window.json"
@@ -191,7 +191,7 @@ def say_slowdown(folder: Path, rank: int, steps: int, say: Callable[[str], None]
         )
     slowdown = step_slowdown(metadata)
     if slowdown is not None:
-        say(f"steps in the window took {slowdown:.2f} of those before it")
+        say(slowdown_warning(slowdown) or f"a step of the window took {slowdown:.2f} of those before it")
 
 
 def _answer_to(run_folder: Path, number: int) -> Window:

@@ -8,7 +8,7 @@ from typing import Any
 from dflash_profiling.analysis import RankAnalysis
 from dflash_profiling.rank_stream import RankStream
 from dflash_profiling.stream_table import compile_findings, stream_json, stream_lines
-from dflash_profiling.throughput import MAX_SLOWDOWN
+from dflash_profiling.throughput import slowdown_warning
 
 TOP = 8
 """Rows of a list of what takes longest."""
@@ -136,7 +136,7 @@ def _computing(rank: RankAnalysis) -> list[str]:
     ]
     if rank.max_launch_skew_ns:
         lines.append(f"  clocks of host and GPU differ by {rank.max_launch_skew_ns / 1e3:.1f} us or more")
-    if rank.step_slowdown is not None and rank.step_slowdown <= MAX_SLOWDOWN:
+    if rank.step_slowdown is not None and not slowdown_warning(rank.step_slowdown):
         lines.append(f"  a step took {rank.step_slowdown:.2f} of those before the window")
     return lines
 
@@ -151,11 +151,8 @@ def _with_clock(rank: RankAnalysis, stream: RankStream | None) -> list[str]:
 def remarks(rank: RankAnalysis, stream: RankStream | None = None) -> list[str]:
     """What to bear in mind of the rank, a sentence each without its full stop."""
     found = []
-    if rank.step_slowdown is not None and rank.step_slowdown > MAX_SLOWDOWN:
-        found.append(
-            f"a step took {rank.step_slowdown:.2f} of those before the window, which is above {MAX_SLOWDOWN}: the "
-            "window's times are stretched by the profiler, unless its steps had more to do or the host was busier"
-        )
+    if rank.step_slowdown is not None and (warning := slowdown_warning(rank.step_slowdown)):
+        found.append(warning)
     found += compile_findings(stream)
     if rank.unpaired_messages:
         found.append(

@@ -12,6 +12,8 @@ from typing import Any
 METRICS_FILE = "metrics.jsonl"
 MAX_SLOWDOWN = 1.15
 """Of a step by the profiler; above it the window's times are no longer those of the run."""
+MIN_SLOWDOWN = 0.85
+"""Below it the steps before the window were slower for another reason."""
 NEAREST = 10
 """Lines on either side of the traced window that count."""
 
@@ -56,6 +58,21 @@ def find_throughput(folder: Path, first_step: int | None, last_step: int | None)
     if beside := before[-NEAREST:] + after[:NEAREST]:
         return _total(beside, True)
     return _total([line for line in lines if line.first_step <= last_step and line.last_step >= first_step], False)
+
+
+def slowdown_warning(slowdown: float) -> str | None:
+    """Why such a figure of `step_slowdown` is no measure of what the profiler costs, or that it costs too much."""
+    if slowdown > MAX_SLOWDOWN:
+        return (
+            f"a step took {slowdown:.2f} of those before the window, which is above {MAX_SLOWDOWN}: the window's times "
+            "are stretched by the profiler, unless its steps had more to do or the host was busier"
+        )
+    if slowdown < MIN_SLOWDOWN:
+        return (
+            f"a step took {slowdown:.2f} of those before the window, which were slower for another reason, as a run's "
+            "first steps are: what the profiler costs is not known; a window of a run that goes on tells"
+        )
+    return None
 
 
 def step_slowdown(metadata: dict[str, Any]) -> float | None:

@@ -17,6 +17,7 @@ from dflash_profiling.rank_stream import gil_shares, read_streams
 from dflash_profiling.report import render
 from dflash_profiling.stream_facts import MAX_ENTRIES, curves_of
 from dflash_profiling.table import as_json, as_markdown, as_text, remarks
+from dflash_profiling.throughput import slowdown_warning
 from tests.report_world import COMPILES, write_streams, write_world
 from tests.synthetic_traces import BASE_NS, SyntheticRank
 
@@ -151,3 +152,9 @@ def test_the_streams_are_in_the_text_the_json_and_the_page(tmp_path: Path) -> No
     assert table.count("<b>steady state</b>") == 1 and "12 configurations" in table
     drawn = page.split("waits for other ranks, each second, ms</h3>")[1].split("<h3>")[0]
     assert drawn.count("<figure") == 1 and drawn.count("<path") == 2 and "rank 1 at most" in drawn
+
+
+@pytest.mark.parametrize(("slowdown", "words"), [(0.5, "is not known"), (0.9, None), (1.15, None), (1.2, "stretched")])
+def test_what_a_factor_of_steps_tells_of_the_profiler(slowdown: float, words: str | None) -> None:
+    warning = slowdown_warning(slowdown)
+    assert warning is None if words is None else warning is not None and words in warning
