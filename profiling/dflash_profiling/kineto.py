@@ -155,7 +155,8 @@ def _newest(folder: Path) -> list[Path]:
             newest[match["worker"]] = path
     if not newest:
         beside = [path for path in sorted(folder.glob("*/*.pt.trace.json*")) if _FILE_NAME.fullmatch(path.name)]
-        mend = f"give {beside[0].parent}" if beside else "record some first, or give the folder that holds them"
+        record = "record some first (dflash-dist profile run, or torch.profiler)"
+        mend = f"give {beside[0].parent}" if beside else f"{record}, or give the folder that holds them"
         raise TraceError(f"{folder} holds no trace (*.pt.trace.json or *.pt.trace.json.gz): {mend}")
     return list(newest.values())
 
