@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from dflash_profiling.trace_file import TraceError
+from dflash_profiling.trace_file import RECORD_SOME, TraceError
 
 _PACKAGES = {"tensorboard.program": "tensorboard", "torch_tb_profiler.plugin": "torch-tb-profiler"}
 _TRACE_NAME = re.compile(r".*\.pt\.trace\.json(\.gz)?")
@@ -84,8 +84,7 @@ def run_folders(folder: Path) -> list[Path]:
     found = {path.parent for path in folder.rglob("*.pt.trace.json*") if _TRACE_NAME.fullmatch(path.name)}
     if not found:
         raise TraceError(
-            f"{folder} holds no trace (*.pt.trace.json or *.pt.trace.json.gz), nor do the folders in it: record some "
-            "first, or give the folder that holds them"
+            f"{folder} holds no trace (*.pt.trace.json or *.pt.trace.json.gz), nor do the folders in it: {RECORD_SOME}"
         )
     return sorted(found)
 

@@ -34,11 +34,6 @@ class SkewBound:
     """None: no message bounds it on this side."""
     messages: int
 
-    @property
-    def feasible(self) -> bool:
-        """Whether any skew fulfils both bounds."""
-        return self.low_ns is None or self.high_ns is None or self.low_ns <= self.high_ns
-
 
 @dataclass(frozen=True)
 class Alignment:

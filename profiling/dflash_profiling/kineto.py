@@ -19,7 +19,7 @@ import numpy as np
 from dflash_profiling.columns import identity, integers, nanoseconds, numbers, translated
 from dflash_profiling.communication import Communication, find_communication
 from dflash_profiling.slices import CATEGORIES, GPU_WORK, Category, Slices
-from dflash_profiling.trace_file import MAX_BYTES, TraceError, events_of, load
+from dflash_profiling.trace_file import MAX_BYTES, RECORD_SOME, TraceError, events_of, load
 
 _MAX_MALFORMED = 0.01
 _MAX_METADATA_CHARACTERS = 1 << 16
@@ -155,8 +155,7 @@ def _newest(folder: Path) -> list[Path]:
             newest[match["worker"]] = path
     if not newest:
         beside = [path for path in sorted(folder.glob("*/*.pt.trace.json*")) if _FILE_NAME.fullmatch(path.name)]
-        record = "record some first (dflash-dist profile run, or torch.profiler)"
-        mend = f"give {beside[0].parent}" if beside else f"{record}, or give the folder that holds them"
+        mend = f"give {beside[0].parent}" if beside else RECORD_SOME
         raise TraceError(f"{folder} holds no trace (*.pt.trace.json or *.pt.trace.json.gz): {mend}")
     return list(newest.values())
 

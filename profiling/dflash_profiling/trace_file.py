@@ -11,6 +11,9 @@ from typing import Any
 MAX_BYTES = 600 * 2**20
 """Of JSON: the limit of who reads a trace, which takes about 4 times as much memory."""
 
+RECORD_SOME = "record some first (dflash-dist profile run, or torch.profiler), or give the folder that holds them"
+"""What to do where there are no traces."""
+
 
 class TraceError(Exception):
     """A file that cannot be read as a trace: one sentence that names it, says what it is and what to do."""

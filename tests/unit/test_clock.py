@@ -59,7 +59,7 @@ def test_waits_are_found_behind_skew_and_jitter(
         assert alignment.offsets_ns[rank] == pytest.approx(-skew_ns, abs=20_000)
         assert abs(alignment.offsets_ns[rank] + skew_ns) <= (alignment.uncertainty_ns or 0) < MS
     for bound in alignment.bounds:
-        assert bound.low_ns <= true_skews[bound.rank_b] - true_skews[bound.rank_a] <= bound.high_ns and bound.feasible
+        assert bound.low_ns <= true_skews[bound.rank_b] - true_skews[bound.rank_a] <= bound.high_ns
         assert bound.messages == 80
     assert_waits(match_p2p(traces, alignment), truth)
 
@@ -121,7 +121,7 @@ def test_bounds_that_contradict_each_other_are_said_so(tmp_path: Path) -> None:
     two.message("send", 0, 30 * MS, 31 * MS, sequence=2)
     one.message("recv", 1, 20 * MS, 21 * MS, sequence=2)
     alignment = align(written([one, two], tmp_path))
-    assert not alignment.bounds[0].feasible
+    assert alignment.bounds[0].low_ns > alignment.bounds[0].high_ns
     assert alignment.violation_ns >= 9 * MS
 
 

@@ -11,7 +11,7 @@ from dflash_profiling.rank_stream import RankStream
 from dflash_profiling.report.text import duration, escaped, label, rank_name, sentence
 from dflash_profiling.report.waiting import awaited, headline
 from dflash_profiling.table import remarks, tenths
-from dflash_profiling.throughput import MAX_SLOWDOWN
+from dflash_profiling.throughput import slowdown_warning
 from dflash_profiling.timeline import PARTS
 
 TOP = 12
@@ -144,10 +144,10 @@ def _parts_table(ranks: Sequence[RankAnalysis]) -> str:
 
 
 def _factor(value: float | None) -> str:
-    """A warning's colour where the profiler made steps too much longer."""
+    """A warning's colour where there is one."""
     if value is None:
         return "–"
-    return f'<b class="warn">{value:.2f}</b>' if value > MAX_SLOWDOWN else f"{value:.2f}"
+    return f'<b class="warn">{value:.2f}</b>' if slowdown_warning(value) else f"{value:.2f}"
 
 
 def tops(ranks: Sequence[RankAnalysis]) -> str:
