@@ -34,7 +34,7 @@ from dflash_dist.drafter.config import DrafterConfig
 from dflash_dist.drafter.loss import Objective, backward_in_groups
 from dflash_dist.drafter.model import DFlashDrafter
 from dflash_dist.target.load import TargetEnds
-from dflash_dist.train.drafter_loop import HEAD_CHUNK_BLOCKS
+from dflash_dist.train.drafter_loop import blocks_per_chunk
 from dflash_dist.train.optimizer import Optimizer
 
 COLUMNS = ("ms", "anchors_s", "peak_gib", "host_share", "loss")
@@ -116,7 +116,7 @@ def ours(batch: Batch, group: int, ranks: dist.ProcessGroup | None = None) -> tu
     def step() -> torch.Tensor:
         optimizer.zero_grad()
         sums = backward_in_groups(
-            model, batch.ends, batch.features_TF, batch.positions_T, blocks, group, HEAD_CHUNK_BLOCKS,
+            model, batch.ends, batch.features_TF, batch.positions_T, blocks, group, blocks_per_chunk(model),
             batch.objective, last_TH, backward=optimizer.overlap,
             forward=lambda: torch.autocast(device, torch.bfloat16, enabled=device == "cuda"),
         )  # fmt: skip

@@ -51,7 +51,7 @@ def attention_backward(
         gradient_Qnd.contiguous(),
         log_sum_nQ.contiguous(),
         inner_Qn,
-        mask.ends_4Q,
+        mask.spans_2Q,
         query_gradient_Qnd,
         key_gradient_Smd,
         value_gradient_Smd,
@@ -76,8 +76,15 @@ def attention_backward(
 
 
 @triton.jit
+def _within(key, span):
+    """Whether the span, as in `FlexMask.spans_2Q`, holds the key."""
+    begin, length = (span & 0xFFFFFFFF).to(tl.int32), (span >> 32).to(tl.int32)
+    return (key >= begin) & (key - begin < length)
+
+
+@triton.jit
 def _add_tiles(
-    key, value, key_gradient, value_gradient, query_ptr, gradient_ptr, log_sum_ptr, inner_ptr, ends_ptr,
+    key, value, key_gradient, value_gradient, query_ptr, gradient_ptr, log_sum_ptr, inner_ptr, spans_ptr,
     query_gradient_ptr, tiles_ptr, count, first_key, key_head, Q, scale,
     MASKED: tl.constexpr, KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, TILE: tl.constexpr,
@@ -105,12 +112,10 @@ def _add_tiles(
         weight_nm = tl.exp2(score_nm * (scale * LOG2_E) - (log_sum_m * LOG2_E)[None, :])
         if MASKED:
             key_n1 = (first_key + tl.arange(0, BLOCK_N))[:, None]
-            begin_m = tl.load(ends_ptr + row_m, mask=inside_m, other=0)
-            end_m = tl.load(ends_ptr + Q + row_m, mask=inside_m, other=0)
-            own_begin_m = tl.load(ends_ptr + 2 * Q + row_m, mask=inside_m, other=0)
-            own_end_m = tl.load(ends_ptr + 3 * Q + row_m, mask=inside_m, other=0)
-            in_context = (key_n1 >= begin_m[None, :]) & (key_n1 < end_m[None, :])
-            in_block = (key_n1 >= own_begin_m[None, :]) & (key_n1 < own_end_m[None, :])
+            context_m = tl.load(spans_ptr + row_m, mask=inside_m, other=0)
+            block_m = tl.load(spans_ptr + Q + row_m, mask=inside_m, other=0)
+            in_context = _within(key_n1, context_m[None, :])
+            in_block = _within(key_n1, block_m[None, :])
             weight_nm = tl.where(in_context | in_block, weight_nm, 0.0)
         value_gradient = tl.dot(weight_nm.to(gradient.dtype), gradient, value_gradient)
         score_gradient_nm = weight_nm * (tl.dot(value, tl.trans(gradient)) - inner_m[None, :])
@@ -126,7 +131,7 @@ def _add_tiles(
 
 @triton.jit(do_not_specialize=["Q", "S", "QUERY_TILES"])
 def _attention_backward_kernel(
-    query_ptr, key_ptr, value_ptr, gradient_ptr, log_sum_ptr, inner_ptr, ends_ptr, query_gradient_ptr,
+    query_ptr, key_ptr, value_ptr, gradient_ptr, log_sum_ptr, inner_ptr, spans_ptr, query_gradient_ptr,
     key_gradient_ptr, value_gradient_ptr, full_counts_ptr, full_tiles_ptr, some_counts_ptr, some_tiles_ptr,
     Q, S, QUERY_TILES, scale,
     KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -142,12 +147,12 @@ def _attention_backward_kernel(
     key_gradient = tl.zeros([BLOCK_N, SIZE], dtype=tl.float32)
     value_gradient = tl.zeros([BLOCK_N, SIZE], dtype=tl.float32)
     key_gradient, value_gradient = _add_tiles(
-        key, value, key_gradient, value_gradient, query_ptr, gradient_ptr, log_sum_ptr, inner_ptr, ends_ptr,
+        key, value, key_gradient, value_gradient, query_ptr, gradient_ptr, log_sum_ptr, inner_ptr, spans_ptr,
         query_gradient_ptr, full_tiles_ptr + tile * QUERY_TILES, tl.load(full_counts_ptr + tile), first_key,
         key_head, Q, scale, False, KEY_HEADS, GROUP, SIZE, BLOCK_M, BLOCK_N, TILE,
     )  # fmt: skip
     key_gradient, value_gradient = _add_tiles(
-        key, value, key_gradient, value_gradient, query_ptr, gradient_ptr, log_sum_ptr, inner_ptr, ends_ptr,
+        key, value, key_gradient, value_gradient, query_ptr, gradient_ptr, log_sum_ptr, inner_ptr, spans_ptr,
         query_gradient_ptr, some_tiles_ptr + tile * QUERY_TILES, tl.load(some_counts_ptr + tile), first_key,
         key_head, Q, scale, True, KEY_HEADS, GROUP, SIZE, BLOCK_M, BLOCK_N, TILE,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The drafter's element-wise work, each function one kernel forward and one or two backward where it runs on CUDA.
+"""The drafter's element-wise work, each function one kernel forward and one backward where it runs on CUDA.
 
 Everything is computed in fp32 at least and returned in the type of its first argument.
 
@@ -53,14 +53,24 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (_normed(x, eps) * weight).to(x.dtype)
 
 
-@fused
-def rms_norm_backward(x: Tensor, weight: Tensor, eps: float, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of `x` and `weight` for that of `rms_norm`, and `rms_norm` once more in the gradient's type."""
+def rms_norm_backward(
+    x: Tensor, weight: Tensor, eps: float, gradient: Tensor, residual: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of `x` and `weight` for that of `rms_norm`, and `rms_norm` once more in the gradient's type.
+
+    `residual`: what else belongs to the gradient of `x`.
+    """
+    if _has_kernel(x):
+        from dflash_dist.drafter import norm_kernels  # here, as there may be no Triton where there is no GPU
+
+        return norm_kernels.rms_norm_backward(x, weight, eps, gradient, residual)
     wide, gradient_wide = _wide(x), _wide(gradient)
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     unit, gradient_unit = wide * scale, gradient_wide * weight
     gradient_x = scale * (gradient_unit - unit * (gradient_unit * unit).mean(-1, keepdim=True))
     gradient_weight = (gradient_wide * unit).flatten(0, -2).sum(0)
+    if residual is not None:
+        gradient_x = gradient_x + residual
     return gradient_x.to(x.dtype), gradient_weight, (unit * weight).to(gradient.dtype)
 
 
@@ -109,12 +119,35 @@ class RMSNorm(nn.Module):
 
     def rotated(self, x_Pnd: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
         """`x` normed in each head, then rotated by a table of cosines and one of sines, in its own dtype."""
+        size = x_Pnd.shape[-1]
+        if _has_kernel(x_Pnd) and size & (size - 1) == 0 and torch.is_grad_enabled():
+            return _NormRotate.apply(x_Pnd, self.weight, self.eps, *rope)
         return norm_rotate(x_Pnd, self.weight, self.eps, *rope)
+
+
+class _NormRotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_Pnd: Tensor, weight_d: Tensor, eps: float, cos_Pd: Tensor, sin_Pd: Tensor) -> Tensor:
+        ctx.eps = eps
+        ctx.save_for_backward(x_Pnd, weight_d, cos_Pd, sin_Pd)
+        return norm_rotate(x_Pnd.detach(), weight_d.detach(), eps, cos_Pd, sin_Pd)  # as in validation: one graph
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        from dflash_dist.drafter.norm_kernels import norm_rotate_backward
+
+        x_Pnd, weight_d, cos_Pd, sin_Pd = ctx.saved_tensors
+        return *norm_rotate_backward(x_Pnd, weight_d, ctx.eps, cos_Pd, sin_Pd, gradients[0]), None, None, None
 
 
 def _normed(x: Tensor, eps: float) -> Tensor:
     wide = _wide(x)
     return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+
+
+def _has_kernel(x: Tensor) -> bool:
+    """Whether the kernels of `norm_kernels`, which compute in fp32, are for it."""
+    return x.is_cuda and x.dtype != torch.float64
 
 
 def _wide(x: Tensor) -> Tensor:

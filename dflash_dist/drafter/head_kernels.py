@@ -15,10 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+LOG2_E = tl.constexpr(1.4426950408889634)
 BLOCK = 4096
 """Columns that a program writes."""
-STATISTICS_BLOCK = 512
-"""Columns that a program reads at a time: on an H200 0.16 ms for a thousand rows of 248,320, with 4,096 0.26 ms."""
+LANES, COLUMNS_OF_LANE = 512, 8
+"""What a program reads at a time: on an H200 0.12 ms for a thousand rows of 248,320; 1 column a lane takes 0.16."""
 
 
 def row_statistics(logits_RV: Tensor, labels_R: Tensor, cap: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -34,7 +35,8 @@ def row_statistics(logits_RV: Tensor, labels_R: Tensor, cap: float) -> tuple[Ten
         label_logit_R,
         V=columns,
         CAP=cap,
-        BLOCK=STATISTICS_BLOCK,
+        LANES=LANES,
+        EACH=COLUMNS_OF_LANE,
         num_warps=8,
     )
     return sum_R, prediction_R, label_logit_R
@@ -87,27 +89,30 @@ def _slope(capped, CAP: tl.constexpr):
 
 @triton.jit
 def _statistics_kernel(
-    logits, labels, sums, predictions, label_logits, V: tl.constexpr, CAP: tl.constexpr, BLOCK: tl.constexpr
-):
-    """One program for each row. Every lane keeps the greatest logit that it has met, its column, and its own sum."""
+    logits, labels, sums, predictions, label_logits,
+    V: tl.constexpr, CAP: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr,
+):  # fmt: skip
+    """One program for each row. Every lane keeps the greatest logit that it has met, its place, and its own sum."""
     row = tl.program_id(0).to(tl.int64)
-    lane = tl.arange(0, BLOCK)
-    greatest = tl.full((BLOCK,), -1e38, tl.float32)  # finite, so that no difference of infinities arises
-    best = tl.zeros((BLOCK,), tl.int32)
-    total = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, V, BLOCK):
-        column = start + lane
-        values = tl.load(logits + row * V + column, mask=column < V, other=0.0)
-        values = tl.where(column < V, _capped(values, CAP), float("-inf"))
-        # One exponential for both cases: the sum is scaled down to the new greatest, or the value to the old one.
-        smaller = tl.exp(-tl.abs(values - greatest))
-        above = values > greatest
-        total = tl.where(above, total * smaller + 1.0, total + smaller)
-        greatest = tl.where(above, values, greatest)
-        best = tl.where(above, column, best)
+    lane, each = tl.arange(0, LANES), tl.arange(0, EACH)
+    greatest = tl.full((LANES,), -1e38, tl.float32)  # finite, so that no difference of infinities arises
+    best = tl.zeros((LANES,), tl.int32)
+    total = tl.zeros((LANES,), tl.float32)
+    for start in range(0, V, LANES * EACH):
+        column = start + lane[:, None] * EACH + each[None, :]
+        values = _capped(tl.load(logits + row * V + column, mask=column < V, other=0.0), CAP)
+        values = tl.where(column < V, values, float("-inf"))
+        top_of_lane = tl.max(values, axis=1)
+        best = tl.where(top_of_lane > greatest, start, best)
+        higher = tl.maximum(greatest, top_of_lane)
+        exponents = values * LOG2_E - (higher * LOG2_E)[:, None]
+        total = total * tl.exp2((greatest - higher) * LOG2_E) + tl.sum(tl.exp2(exponents), axis=1)
+        greatest = higher
     top = tl.max(greatest, axis=0)
-    tl.store(sums + row, top + tl.log(tl.sum(total * tl.exp(greatest - top), axis=0)))
-    tl.store(predictions + row, tl.min(tl.where(greatest == top, best, V), axis=0).to(tl.int64))
+    tl.store(sums + row, top + tl.log(tl.sum(total * tl.exp2((greatest - top) * LOG2_E), axis=0)))
+    column = tl.min(tl.where(greatest == top, best + lane * EACH, V), axis=0) + each
+    again = _capped(tl.load(logits + row * V + column, mask=column < V, other=0.0), CAP)
+    tl.store(predictions + row, tl.min(tl.where((again == top) & (column < V), column, V), axis=0).to(tl.int64))
     label = tl.load(labels + row)
     tl.store(label_logits + row, _capped(tl.load(logits + row * V + label), CAP))
 

@@ -40,8 +40,9 @@ class Linear(nn.Module):
     def forward(self, x: Tensor, norm: RMSNorm | None = None, *others: Linear) -> Any:
         """[..., O] for [..., I].
 
-        With a norm: a tuple of it and those of `others`, all of the normed `x`, of which `x` alone is kept for the
-        backward pass. So a layer's first product is called for all of them; FSDP gathers weights where it is called.
+        With a norm: a tuple of `x` itself, then of it and of those of `others`, all of the normed `x`, of which `x`
+        alone is kept for the backward pass. What adds to a residual takes this `x`, whose gradient is then added by
+        the norm. So a layer's first product is called for all of them; FSDP gathers weights where it is called.
         """
         if norm is None:
             weight_OI = self.cast_weight()
@@ -110,20 +111,21 @@ class _NormedProducts(torch.autograd.Function):
         ctx.eps = eps
         ctx.save_for_backward(x, gain_I, *weights)
         normed = rms_norm(x, gain_I, eps).to(weights[0].dtype)
-        return tuple(F.linear(normed, weight_OI) for weight_OI in weights)
+        return x, *(F.linear(normed, weight_OI) for weight_OI in weights)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, gain_I, *weights = ctx.saved_tensors
-        first, *others = (gradient.flatten(0, -2) for gradient in gradients)
+        residual, *of_products = gradients
+        first, *others = (gradient.flatten(0, -2) for gradient in of_products)
         gradient_PI = first @ weights[0]
         for gradient_PO, weight_OI in zip(others, weights[1:], strict=True):
             gradient_PI.addmm_(gradient_PO, weight_OI)
-        gradient_x, gradient_gain_I, normed = rms_norm_backward(x, gain_I, ctx.eps, gradient_PI.view_as(x))
+        gradient_x, gradient_gain_I, normed = rms_norm_backward(x, gain_I, ctx.eps, gradient_PI.view_as(x), residual)
         wants = ctx.needs_input_grad[3:]
         returned = [
             _add_to_gradient(master_OI, gradient, normed) if wanted else None
-            for master_OI, gradient, wanted in zip(ctx.masters, gradients, wants, strict=False)
+            for master_OI, gradient, wanted in zip(ctx.masters, of_products, wants, strict=False)
         ]
         return gradient_x, gradient_gain_I, None, *returned, *[None] * len(weights)
 

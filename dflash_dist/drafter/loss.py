@@ -74,8 +74,7 @@ def block_sums(
     document. `chunk`: blocks whose logits exist at once. `last_TH`: the target's last hidden states after its final
     norm, for the objectives that need them.
     """
-    masks = model.masks(blocks, len(positions_T))
-    hidden_AMH = model(features_TF, positions_T, ends.embed(blocks.ids_AB), blocks.positions_AB, masks)
+    hidden_AMH = model(features_TF, positions_T, ends.embed(blocks.ids_AB), blocks)
     return head_sums(hidden_AMH, Head(ends, objective.kind, last_TH), blocks, chunk, objective)
 
 
@@ -207,8 +206,7 @@ def offset_outcomes(
     last_TH: Tensor | None = None,
 ) -> Outcome:
     """The outcome of every offset by itself, computed as `block_sums` does; to look at, not to train on."""
-    masks = model.masks(blocks, len(positions_T))
-    hidden_AMH = model(features_TF, positions_T, ends.embed(blocks.ids_AB), blocks.positions_AB, masks)
+    hidden_AMH = model(features_TF, positions_T, ends.embed(blocks.ids_AB), blocks)
     head = Head(ends, objective.kind, last_TH)
     chunks = zip(*(x.split(chunk) for x in (hidden_AMH, blocks.anchors_A, blocks.labels_AB[:, 1:])), strict=True)
     outcomes = [head.outcome(*parts)[0] for parts in chunks]

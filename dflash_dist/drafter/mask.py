@@ -55,11 +55,11 @@ class DenseMask(NamedTuple):
 
 
 class FlexMask(NamedTuple):
-    """A mask for flex attention, and for the backward pass in `attention_kernels`."""
+    """A mask for flex attention, and for the kernels of `attention_kernels` and `attention_flash`."""
 
     blocks: BlockMask
-    ends_4Q: Tensor
-    """int32: first and end of what each query sees of the context, and of its block."""
+    spans_2Q: Tensor
+    """int64: what each query sees of the context, and of its block: the first key, and in the upper half how many."""
 
 
 Mask = DenseMask | FlexMask | None
@@ -139,7 +139,8 @@ def _flex_mask(kind: LayerKind, layout: BlockLayout) -> FlexMask:
         mask_mod=visibility(kind, layout),
         seq_lengths=(queries, layout.context + queries),
     )
-    return FlexMask(blocks, ends_4Q.int())
+    begins_2Q, ends_2Q = ends_4Q[::2], ends_4Q[1::2]
+    return FlexMask(blocks, begins_2Q | ((ends_2Q - begins_2Q).clamp_min(0) << 32))
 
 
 def _ends(kind: LayerKind, layout: BlockLayout) -> Tensor:

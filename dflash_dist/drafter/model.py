@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -56,16 +56,16 @@ class Attention(nn.Module):
     def forward(
         self, x_RH: Tensor, norm: RMSNorm, rope: KeyValue, context: KeyValue, mask: Mask, spread: Rows, wanted: Rows
     ) -> Tensor:
-        """[.., H] attention output of the wanted block tokens.
+        """[.., H] residual stream of the wanted block tokens, with the attention's output.
 
         `x_RH`: states that are still to be normed, of which `spread` makes those of all block tokens.
         """
-        query_QK, key_QK, value_QK = map(spread, self.q_proj(x_RH, norm, self.k_proj, self.v_proj))
+        x_QH, query_QK, key_QK, value_QK = map(spread, self.q_proj(x_RH, norm, self.k_proj, self.v_proj))
         query_Qnd = self.q_norm.rotated(query_QK.unflatten(-1, (-1, self.head_dim)), rope)
         key_Qmd, value_Qmd = self._key_value(key_QK, value_QK, rope)
         key_Smd = torch.cat([context[0], key_Qmd])
         value_Smd = torch.cat([context[1], value_Qmd])
-        return self.o_proj(wanted(attend(query_Qnd, key_Smd, value_Smd, mask).flatten(1)))
+        return wanted(x_QH) + self.o_proj(wanted(attend(query_Qnd, key_Smd, value_Smd, mask).flatten(1)))
 
 
 class MLP(nn.Module):
@@ -78,9 +78,9 @@ class MLP(nn.Module):
         self.down_proj = Linear(config.intermediate_size, config.hidden_size)
 
     def forward(self, x: Tensor, norm: RMSNorm) -> Tensor:
-        """[..., H] output for [..., H], which is still to be normed."""
-        gate, up = self.gate_proj(x, norm, self.up_proj)
-        return gated_product(gate, up, self.down_proj)
+        """[..., H] residual stream with the output for [..., H], which is still to be normed."""
+        x, gate, up = self.gate_proj(x, norm, self.up_proj)
+        return x + gated_product(gate, up, self.down_proj)
 
 
 class Layer(nn.Module):
@@ -97,15 +97,14 @@ class Layer(nn.Module):
         self, hidden_RH: Tensor, rope: KeyValue, context: KeyValue, mask: Mask, spread: Rows, wanted: Rows
     ) -> Tensor:
         """[.., H] residual stream after the layer, of the wanted tokens; `spread` makes its rows of those given."""
-        attended = self.self_attn(hidden_RH, self.input_layernorm, rope, context, mask, spread, wanted)
-        hidden = wanted(spread(hidden_RH)) + attended
-        return hidden + self.mlp(hidden, self.post_attention_layernorm)
+        hidden = self.self_attn(hidden_RH, self.input_layernorm, rope, context, mask, spread, wanted)
+        return self.mlp(hidden, self.post_attention_layernorm)
 
 
 class DFlashDrafter(nn.Module):
     """The drafter without embedding and head, which are the target's. Parameter names are those of the plain export.
 
-    Training calls the whole: `context` on a pack, then `blocks` on all its anchors with `masks`. Inference calls
+    Training calls the whole: `context` on a pack, then `blocks` on all its anchors with their `masks`. Inference calls
     `context` on newly committed tokens and appends it to a cache, then `blocks` on one block.
     """
 
@@ -148,11 +147,14 @@ class DFlashDrafter(nn.Module):
         features_TF: Tensor,
         positions_T: Tensor,
         embeddings_ABH: Tensor,
-        positions_AB: Tensor,
-        masks: Sequence[Mask],
+        blocks: BlockTensors,
     ) -> Tensor:
-        """`blocks` over the `context` of a whole pack."""
-        return self.blocks(embeddings_ABH, positions_AB, self.context(features_TF, positions_T), masks)
+        """`blocks` over the `context` of a whole pack, with their masks.
+
+        The context comes first: while a GPU is at its products, the host launches the many small steps of the masks.
+        """
+        context = self.context(features_TF, positions_T)
+        return self.blocks(embeddings_ABH, blocks.positions_AB, context, self.masks(blocks, len(positions_T)))
 
     def context(self, features_TF: Tensor, positions_T: Tensor) -> list[KeyValue]:
         """Each layer's context keys and values for the target's tapped states at the given document positions.
@@ -214,8 +216,21 @@ def _all(x_Qx: Tensor) -> Tensor:
 
 def _spread(block_size: int, x_Rx: Tensor) -> Tensor:
     """The rows of all block tokens from those of the anchors and, last, of the mask token."""
-    anchors_A1x, mask_x = x_Rx[:-1, None], x_Rx[-1]
-    return torch.cat([anchors_A1x, mask_x.expand(len(anchors_A1x), block_size - 1, -1)], 1).flatten(0, 1)
+    return _Spread.apply(x_Rx, block_size)
+
+
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_Rx: Tensor, block_size: int) -> Tensor:
+        ctx.block_size = block_size
+        out_ABx = x_Rx.new_empty(len(x_Rx) - 1, block_size, x_Rx.shape[1])
+        out_ABx[:, 0], out_ABx[:, 1:] = x_Rx[:-1], x_Rx[-1]  # torch.cat takes four times as long
+        return out_ABx.flatten(0, 1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        gradient_ABx = gradients[0].unflatten(0, (-1, ctx.block_size))
+        return torch.cat([gradient_ABx[:, 0], gradient_ABx[:, 1:].sum((0, 1))[None]]), None
 
 
 def _masked(block_size: int, x_Qx: Tensor) -> Tensor:

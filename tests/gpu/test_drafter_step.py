@@ -60,7 +60,7 @@ def ends_of(device: str, dtype: torch.dtype) -> TargetEnds:
 def autograds_product(first: nn.Linear, x: Tensor, norm: nn.Module | None = None, *others: nn.Linear) -> Any:
     if norm is None:
         return F.linear(x, first.weight)
-    return [F.linear(norm(x), product.weight) for product in (first, *others)]
+    return [x, *(F.linear(norm(x), product.weight) for product in (first, *others))]
 
 
 @contextlib.contextmanager
@@ -71,6 +71,7 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         patch.setattr(model, "gated_product", lambda gate, up, down: down(F.silu(gate) * up))
         for name in ("rms_norm", "norm_rotate"):
             patch.setattr(fused, name, getattr(fused, name).__wrapped__)
+        patch.setattr(fused, "_has_kernel", lambda x: False)
         patch.setattr(head, "_operations", lambda hidden: head_reference)
         yield
 
