@@ -12,6 +12,7 @@ from typing import Any
 
 from dflash_dist.check.compiler import compiler_findings
 from dflash_dist.check.config import run_disk_finding
+from dflash_dist.check.drafter import drafter_findings
 from dflash_dist.check.findings import Finding, as_json, as_text, has_errors, refusal
 from dflash_dist.check.gpus import device_type, driver_version, gpu_findings, nccl_version, visible_gpus
 from dflash_dist.check.host import (
@@ -32,7 +33,15 @@ from dflash_dist.installed import version_of
 
 __all__ = ["Finding", "as_json", "as_text", "check", "environment", "has_errors", "refusal", "target_config_path"]
 
-MORE_VERSIONS = ("triton", "flash-linear-attention", "fla-core", "causal-conv1d", "flash-attn", "datasets")
+MORE_VERSIONS = (
+    "triton",
+    "flash-linear-attention",
+    "fla-core",
+    "causal-conv1d",
+    "flash-attn",
+    "flash-attn-4",
+    "datasets",
+)
 
 
 def check(config: Config | None, device: str = "auto") -> list[Finding]:
@@ -50,6 +59,7 @@ def check(config: Config | None, device: str = "auto") -> list[Finding]:
         if runs_on is not None:
             findings += kernel_findings(config, facts, caches, on_gpu=runs_on == "cuda")
             findings += compiler_findings(config, on_gpu=runs_on == "cuda")
+            findings += drafter_findings(caches) if runs_on == "cuda" else []
         findings += [*_embedded(config), disk_finding("cache_dir", config.cache_dir), run_disk_finding(config)]
     elif half := half_installed_fla(None):
         findings.append(half)

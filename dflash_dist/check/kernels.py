@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_dist.check.findings import Finding, Level, one_line
-from dflash_dist.check.installs import CAUSAL_CONV1D, FLA, FLASH_ATTN, TRITON
+from dflash_dist.check.installs import CAUSAL_CONV1D, FLA, FLASH_ATTN, FLASH_ATTN_4, TRITON
 from dflash_dist.check.trials import Measured, Shapes, run_trial
 
 TOLERANCE = 0.03
@@ -33,6 +33,7 @@ MENDS = {
     "chunk_gated_delta_rule": FLA.reinstall,
     "causal_conv1d_fn": CAUSAL_CONV1D.rebuild,
     "flash_attn_varlen_func": FLASH_ATTN.rebuild,
+    "drafter_attention": f"pip uninstall -y flash-attn-4, or another version: {FLASH_ATTN_4.upgrade}",
 }
 
 
@@ -51,17 +52,24 @@ Outcome = Measured | Failure
 def verdict(name: str, outcome: Outcome, level: Level = "error") -> Finding:
     """The finding on a kernel; `level` where it is broken: whether the run would use it."""
     finding, mend = f"kernel {name}", MENDS[name]
+    who, what = ("drafter", "gradients") if name == "drafter_attention" else ("target", "hidden states")
     if isinstance(outcome, Failure) and outcome.untried:
         mend = "mend what the reason names, or free the GPU, and check again"
         return Finding(finding, "warning", f"could not be tried: {outcome.reason}", mend)
     if isinstance(outcome, Failure):
-        return Finding(finding, level, f"fails on this GPU: {outcome.reason}", mend, "the target cannot run it")
+        return Finding(
+            finding,
+            level,
+            f"fails on this GPU: {outcome.reason}",
+            mend,
+            f"the {who} cannot run it",
+        )
     if not outcome.error <= TOLERANCE:
         detail = f"gives other values than torch: {outcome.error:.1%} away, where {TOLERANCE:.0%} is rounding"
-        return Finding(finding, level, detail, mend, "the hidden states would be wrong")
+        return Finding(finding, level, detail, mend, f"the {what} would be wrong")
     if not outcome.leak <= TOLERANCE:
         detail = f"lets packed documents see each other: {outcome.leak:.1%} away from the same documents alone"
-        return Finding(finding, level, detail, mend, "packed hidden states would be wrong")
+        return Finding(finding, level, detail, mend, f"packed {what} would be wrong")
     times = f"{outcome.fused_us:.0f} us for {outcome.tokens} tokens, where torch takes {outcome.reference_us:.0f} us"
     if outcome.fused_us > outcome.reference_us:
         cost = f"{outcome.fused_us / outcome.reference_us:.1f} times the time of plain torch"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -25,7 +25,6 @@ from dflash_dist.check.kernels import TOLERANCE, Failure, Outcome, try_kernels, 
 from dflash_dist.check.slowdown import MEASURED_SHARE, slowdown
 from dflash_dist.check.target import TargetFacts
 from dflash_dist.check.trials import Measured, Shapes, delta_rule_case, measure
-from dflash_dist.check.versions import is_findable
 from dflash_dist.config import Config
 from dflash_dist.installed import import_error, version_of
 
@@ -69,7 +68,7 @@ def kernel_findings(
         return [half] if half else [install_finding(package, "warning") for package in (TRITON, FLA, CAUSAL_CONV1D)]
     attention, flash = [PACKED_ATTENTION], []
     wants_flash = config.target.attention.startswith("flash_attention")
-    if wants_flash or is_findable("flash_attn"):
+    if wants_flash or _has_flash_attn():
         flash = [install_finding(FLASH_ATTN, "error" if wants_flash else "warning")]
         attention += ["flash_attn_varlen_func"] if _imports(FLASH_ATTN) else []
     if facts.is_hybrid:
@@ -289,6 +288,12 @@ def _torch_us(layers: Layers, outcomes: Mapping[str, Outcome]) -> float | None:
     }
     timed = [o for n, o in outcomes.items() if missing.get(n) and isinstance(o, Measured)]
     return sum(o.reference_us / o.tokens for o in timed) * layers.linear if timed and layers.linear else None
+
+
+def _has_flash_attn() -> bool:
+    """Whether there is such a package, and not only the folder that FlashAttention-4 lies in."""
+    spec = importlib.util.find_spec("flash_attn")
+    return spec is not None and spec.origin is not None
 
 
 def _verdicts(outcomes: Mapping[str, Outcome], config: Config, own: bool, rows: str) -> list[Finding]:

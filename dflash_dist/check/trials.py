@@ -111,10 +111,10 @@ def measure(case: Case, kernel: Kernel, lengths: Sequence[int] = LENGTHS) -> Mea
     alone = [case.fused(kernel, document, single) for document, single in zip(documents, singles, strict=True)]
     expected = [case.reference(tuple(values.float() for values in document)) for document in documents]
     return Measured(
-        error=max(map(_difference, alone, expected)),
-        leak=max(map(_difference, packed, alone)),
-        fused_us=_median_us(lambda: case.fused(kernel, case.tokens, pack), device),
-        reference_us=_median_us(lambda: [case.reference(d) for d in documents], device),
+        error=max(map(difference, alone, expected)),
+        leak=max(map(difference, packed, alone)),
+        fused_us=median_us(lambda: case.fused(kernel, case.tokens, pack), device),
+        reference_us=median_us(lambda: [case.reference(d) for d in documents], device),
         tokens=sum(lengths),
     )
 
@@ -295,6 +295,10 @@ def make_case(
 
 def run_trial(name: str, shapes: Shapes, modelling: str | None, device: torch.device) -> Measured:
     """Imports the kernel and measures it in bf16; `modelling`: the target's modelling module, for the delta rule."""
+    if name == "drafter_attention":
+        from dflash_dist.check.drafter import drafter_attention
+
+        return drafter_attention(device)
     kernel = getattr(importlib.import_module(KERNELS[name]), name)
     with torch.inference_mode():
         return measure(make_case(name, shapes, modelling, device), kernel)
@@ -320,12 +324,13 @@ def _generator(device: torch.device) -> torch.Generator:
     return torch.Generator(device).manual_seed(0)
 
 
-def _difference(values: Tensor, expected: Tensor) -> float:
+def difference(values: Tensor, expected: Tensor) -> float:
+    """The norm of the difference over that of the expected."""
     expected = expected.float()
     return float((values.float() - expected).norm() / expected.norm())
 
 
-def _median_us(work: Callable[[], object], device: torch.device) -> float:
+def median_us(work: Callable[[], object], device: torch.device) -> float:
     """Of some runs behind one that may still compile."""
     wait = functools.partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
     times_s = []

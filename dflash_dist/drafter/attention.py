@@ -55,8 +55,9 @@ def attend(query_Qnd: Tensor, key_Smd: Tensor, value_Smd: Tensor, mask: Mask) ->
 
 def flash_version() -> str | None:
     """The version of FlashAttention-4 that attention on this GPU would use; None where it uses none."""
-    hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
-    return version_of("flash-attn-4") if hopper else None
+    version = version_of("flash-attn-4")
+    hopper = version and torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+    return version if hopper else None
 
 
 class _Attention(torch.autograd.Function):

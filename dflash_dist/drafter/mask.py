@@ -92,7 +92,7 @@ def visibility(kind: LayerKind, layout: BlockLayout) -> Rule:
 
 def build_masks(config: DrafterConfig, attention: Literal["dense", "flex"], layout: BlockLayout) -> list[Mask]:
     """One mask a layer, DenseMask or FlexMask; layers of one kind share theirs."""
-    build = _flex_mask if attention == "flex" else _dense_mask
+    build = flex_mask if attention == "flex" else dense_mask
     kinds = _layer_kinds(config)
     masks: dict[LayerKind, Mask] = {kind: build(kind, layout) for kind in dict.fromkeys(kinds)}
     return [masks[kind] for kind in kinds]
@@ -109,7 +109,7 @@ def inference_masks(config: DrafterConfig, context_tokens: int, block_size: int,
     if any(kind != sees_all for kind in kinds):
         zero = torch.zeros(1, dtype=torch.int64, device=device)
         layout = BlockLayout(block_size, zero + context_tokens, zero == 0, zero, context_tokens)
-        masks |= {kind: _dense_mask(kind, layout) for kind in dict.fromkeys(kinds) if kind != sees_all}
+        masks |= {kind: dense_mask(kind, layout) for kind in dict.fromkeys(kinds) if kind != sees_all}
     return [masks[kind] for kind in kinds]
 
 
@@ -117,7 +117,8 @@ def _layer_kinds(config: DrafterConfig) -> list[LayerKind]:
     return [LayerKind(config.causal(layer), config.window(layer)) for layer in range(config.num_hidden_layers)]
 
 
-def _dense_mask(kind: LayerKind, layout: BlockLayout) -> DenseMask:
+def dense_mask(kind: LayerKind, layout: BlockLayout) -> DenseMask:
+    """The mask of one kind of layer, pair by pair."""
     device = layout.anchors_A.device
     queries = layout.anchors_A.shape[0] * layout.block_size
     query_Q1 = torch.arange(queries, device=device)[:, None]
@@ -127,7 +128,7 @@ def _dense_mask(kind: LayerKind, layout: BlockLayout) -> DenseMask:
     return DenseMask(visible_QS | padding_Q[:, None], padding_Q)
 
 
-def _flex_mask(kind: LayerKind, layout: BlockLayout) -> FlexMask:
+def flex_mask(kind: LayerKind, layout: BlockLayout) -> FlexMask:
     """The mask's tiles from the ends of what each query sees: the Q x S pairs are never looked at."""
     ends_4Q = _ends(kind, layout)
     queries = ends_4Q.shape[1]

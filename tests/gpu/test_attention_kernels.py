@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from dflash_dist.drafter.attention import attend
-from dflash_dist.drafter.mask import BlockLayout, FlexMask, LayerKind, _dense_mask, _flex_mask
+from dflash_dist.drafter import attention
+from dflash_dist.drafter.attention import attend, flash_version
+from dflash_dist.drafter.mask import BlockLayout, FlexMask, LayerKind, dense_mask, flex_mask
 
 pytestmark = [
     pytest.mark.gpu,
@@ -32,7 +33,7 @@ def layout_of(block_size: int, blocks: int, seed: int) -> BlockLayout:
 
 def dense(query_Qnd: Tensor, key_Smd: Tensor, value_Smd: Tensor, kind: LayerKind, layout: BlockLayout) -> Tensor:
     """Attention by its definition, in the type of its arguments."""
-    mask = _dense_mask(kind, layout)
+    mask = dense_mask(kind, layout)
     group = query_Qnd.shape[1] // key_Smd.shape[1]
     key_Snd, value_Snd = (x.repeat_interleave(group, 1) for x in (key_Smd, value_Smd))
     score_nQS = torch.einsum("qnd,snd->nqs", query_Qnd, key_Snd) / math.sqrt(query_Qnd.shape[-1])
@@ -41,12 +42,22 @@ def dense(query_Qnd: Tensor, key_Smd: Tensor, value_Smd: Tensor, kind: LayerKind
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("flash_keys_per_query", [0, 1000] if flash_version() else [0])
 @pytest.mark.parametrize(
     ("block_size", "blocks", "heads", "key_heads", "size"), [(16, 40, 8, 2, 128), (10, 33, 4, 4, 64), (8, 7, 6, 2, 16)]
 )
 def test_output_and_gradients_equal_the_definition(
-    kind: LayerKind, block_size: int, blocks: int, heads: int, key_heads: int, size: int
+    kind: LayerKind,
+    flash_keys_per_query: int,
+    block_size: int,
+    blocks: int,
+    heads: int,
+    key_heads: int,
+    size: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """By our own backward pass, and by FlashAttention-4's where that is installed."""
+    monkeypatch.setattr(attention, "FLASH_KEYS_PER_QUERY", flash_keys_per_query)
     layout = layout_of(block_size, blocks, 1)
     queries = block_size * blocks
     torch.manual_seed(0)
@@ -56,7 +67,7 @@ def test_output_and_gradients_equal_the_definition(
     exact = dense(*exact_inputs, kind, layout)
     gradient_Qnd = torch.randn(exact.shape, device=DEVICE).to(HALF)
     exact.backward(gradient_Qnd.double())
-    mask = _flex_mask(kind, layout)
+    mask = flex_mask(kind, layout)
     assert isinstance(mask, FlexMask)
     out = attend(*inputs, mask)
     out.backward(gradient_Qnd)
@@ -66,7 +77,7 @@ def test_output_and_gradients_equal_the_definition(
         assert ours is not None and theirs is not None
         assert (ours - theirs).norm() <= 6e-3 * theirs.norm(), (name, float((ours - theirs).norm() / theirs.norm()))
     seen_S = torch.zeros(len(inputs[1]), dtype=torch.bool, device=DEVICE)
-    visible = _dense_mask(kind, layout)
+    visible = dense_mask(kind, layout)
     seen_S |= (visible.visible_QS & ~visible.padding_Q[:, None]).any(0)
     for x in inputs[1:]:
         assert x.grad is not None and not x.grad[~seen_S].any()  # nothing leaks to what nobody sees
@@ -80,7 +91,7 @@ def test_arguments_laid_out_heads_first_give_the_same_gradients() -> None:
     gradients = []
     for inputs in (heads_first, [x.contiguous() for x in heads_first]):
         leaves = [x.detach().requires_grad_() for x in inputs]
-        attend(*leaves, _flex_mask(kind, layout)).float().square().sum().backward()
+        attend(*leaves, flex_mask(kind, layout)).float().square().sum().backward()
         gradients.append([x.grad for x in leaves])
     for ours, theirs in zip(*gradients, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-2)

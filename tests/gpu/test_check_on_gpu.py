@@ -101,6 +101,14 @@ def test_a_kernel_with_wrong_values_is_found(name: str) -> None:
     assert finding.level == "error" and "gives other values than torch" in finding.detail
 
 
+def test_the_attention_of_drafter_ranks_passes() -> None:
+    """FlashAttention-4's where it is installed, else our own."""
+    (outcome,) = try_kernels(["drafter_attention"], Shapes(), None, {}).values()
+    assert isinstance(outcome, Measured), outcome
+    assert outcome.error < 0.015 and outcome.leak == 0.0, outcome
+    assert verdict("drafter_attention", outcome).level == "ok", outcome
+
+
 def with_folder(folder: Path) -> dict[str, str]:
     """The environment of a process that looks for packages in `folder` first."""
     return {"PYTHONPATH": os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))}

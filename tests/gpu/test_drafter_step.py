@@ -117,10 +117,13 @@ def test_layers_that_are_run_again_give_the_same_gradient(group: int) -> None:
     drafter = DFlashDrafter(SHAPE, attention="flex")
     drafter.init_weights(0)
     drafter.cuda()
-    kept = gradient_of(drafter, Objective(), group, "cuda", torch.bfloat16)
+    kept, repeated = (gradient_of(drafter, Objective(), group, "cuda", torch.bfloat16) for _ in range(2))
     drafter.activation_checkpointing = True
     again = gradient_of(drafter, Objective(), group, "cuda", torch.bfloat16)
-    assert (again - kept).norm() <= 1e-5 * kept.norm()
+    chance = float((repeated - kept).norm() / kept.norm())  # attention adds in no fixed order
+    print(f"{group}: repeated {chance:.1e}, run again {float((again - kept).norm() / kept.norm()):.1e}")
+    assert chance < 1e-3
+    assert (again - kept).norm() <= max(1e-5, 3 * chance) * kept.norm()
 
 
 def test_steps_of_changing_lengths_wait_for_nothing_and_compile_nothing() -> None:

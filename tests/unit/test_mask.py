@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_block_mask
 
-from dflash_dist.drafter.mask import BlockLayout, LayerKind, _flex_mask, build_masks, inference_masks
+from dflash_dist.drafter.mask import BlockLayout, LayerKind, build_masks, flex_mask, inference_masks
 from tests.random_models import drafter_config, llama_config
 from tests.reference import sees
 
@@ -74,7 +74,7 @@ def test_flex_tiles_are_those_in_which_some_pair_or_every_pair_is_visible(
     keep = torch.rand(blocks, generator=generator) < 0.9
     layout = BlockLayout(block_size, anchors, keep, starts, int(ends[-1]) + padding)
     queries = blocks * block_size
-    ours = _flex_mask(kind, layout).blocks
+    ours = flex_mask(kind, layout).blocks
     theirs = create_block_mask(ours.mask_mod, None, None, queries, layout.context + queries, device="cpu")
     for name in ("kv", "full_kv", "q", "full_q"):
         numbers, places = (
