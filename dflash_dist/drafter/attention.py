@@ -71,10 +71,10 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        query_Qnd, key_Smd, value_Smd, out_Qnd, log_sum_nQ = ctx.saved_tensors
+        query_Qnd, key_Smd, value_Smd, out_Qnd, log_sum_nQ = saved = ctx.saved_tensors  # once: it may run layers again
         few_keys = len(key_Smd) <= FLASH_KEYS_PER_QUERY * len(query_Qnd)
         if few_keys and (flash := _flash(query_Qnd, key_Smd)):
-            return *flash.attention_backward(*ctx.saved_tensors, gradients[0], ctx.mask), None
+            return *flash.attention_backward(*saved, gradients[0], ctx.mask), None
         from dflash_dist.drafter.attention_kernels import attention_backward  # needs Triton
 
         inner_Qn = inner_product(out_Qnd, gradients[0])
