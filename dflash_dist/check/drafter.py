@@ -14,16 +14,19 @@ from dflash_dist.check.findings import Finding
 from dflash_dist.check.installs import FLASH_ATTN_4, install_finding
 from dflash_dist.check.kernels import try_kernels, verdict
 from dflash_dist.check.trials import LENGTHS, Measured, Shapes, difference, median_us
-from dflash_dist.drafter.attention import attend, flash_version
+from dflash_dist.drafter.attention import attend, flash_version, on_hopper
 from dflash_dist.drafter.mask import BlockLayout, LayerKind, Mask, dense_mask, flex_mask
 
+GAIN = "with it a drafter's step took 2 to 4 % less time on an H200"
 HEADS, KEY_HEADS, HEAD_SIZE, BLOCK_SIZE, BLOCKS = 8, 2, 128, 16, 128
 
 
 def drafter_findings(caches: Mapping[str, str]) -> list[Finding]:
-    """On FlashAttention-4 and a trial of it, where drafter ranks would run it; `caches`: as for `try_kernels`."""
-    if flash_version() is None:
+    """On FlashAttention-4 and a trial of it, where drafter ranks can run it; `caches`: as for `try_kernels`."""
+    if not on_hopper():
         return []
+    if flash_version() is None:
+        return [Finding(FLASH_ATTN_4.name, "ok", f"not installed; {GAIN}: {FLASH_ATTN_4.install}")]
     found = install_finding(FLASH_ATTN_4)
     if found.level == "error":
         return [found]

@@ -53,11 +53,14 @@ def attend(query_Qnd: Tensor, key_Smd: Tensor, value_Smd: Tensor, mask: Mask) ->
     return out_Qnd if mask is None else out_Qnd.masked_fill(mask.padding_Q[:, None, None], 0.0)
 
 
+def on_hopper() -> bool:
+    """Whether the GPU is one for which FlashAttention-4's kernels were tried with these masks: an H100 or H200."""
+    return torch.cuda.device_count() > 0 and torch.cuda.get_device_capability()[0] == 9
+
+
 def flash_version() -> str | None:
-    """The version of FlashAttention-4 that attention on this GPU would use; None where it uses none."""
-    version = version_of("flash-attn-4")
-    hopper = version and torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
-    return version if hopper else None
+    """The version of FlashAttention-4 that attention on this GPU uses; None where it uses none."""
+    return version_of("flash-attn-4") if on_hopper() else None
 
 
 class _Attention(torch.autograd.Function):

@@ -46,7 +46,7 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """As torch sees them; nothing can run on them."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    card = SimpleNamespace(name="a GPU", total_memory=80 * GIB)
+    card = SimpleNamespace(name="a GPU", total_memory=80 * GIB, major=8, minor=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: card)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (77 * GIB, 80 * GIB))
 

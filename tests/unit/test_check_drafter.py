@@ -44,8 +44,11 @@ def test_one_key_too_many_or_too_few_is_found(change: dict[str, int], monkeypatc
     assert drafter.drafter_attention(torch.device("cpu")).error > TOLERANCE
 
 
-def test_nothing_is_said_where_it_is_not_installed() -> None:
+def test_where_it_cannot_run_nothing_is_said_and_where_it_could_what_it_gives(monkeypatch: pytest.MonkeyPatch) -> None:
     assert drafter.drafter_findings({}) == []
+    monkeypatch.setattr(drafter, "on_hopper", lambda: True)
+    (finding,) = drafter.drafter_findings({})
+    assert finding.level == "ok" and "pip install 'dflash-dist[flash]'" in finding.detail
 
 
 @pytest.mark.parametrize(
@@ -62,6 +65,7 @@ def test_the_trial_decides(outcome: Outcome, level: str, words: str, monkeypatch
         assert names == ["drafter_attention"]
         return dict.fromkeys(names, outcome)
 
+    monkeypatch.setattr(drafter, "on_hopper", lambda: True)
     monkeypatch.setattr(drafter, "flash_version", lambda: "4.0.0")
     monkeypatch.setattr(drafter, "install_finding", lambda package: verdict("drafter_attention", GOOD))
     monkeypatch.setattr(drafter, "try_kernels", tried)
@@ -74,6 +78,7 @@ def test_the_trial_decides(outcome: Outcome, level: str, words: str, monkeypatch
 def test_an_install_that_cannot_be_imported_is_an_error_of_the_check_and_of_the_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(drafter, "on_hopper", lambda: True)
     monkeypatch.setattr(drafter, "flash_version", lambda: "4.0.0")
     (finding,) = drafter.drafter_findings({})  # it is not installed here
     assert (finding.name, finding.level) == ("flash-attn-4", "error")
