@@ -122,8 +122,10 @@ def analyze(trace: Trace, waits: Waits | None = None) -> RankAnalysis:
         kernel_names = _kernel_names(trace)
         compute_S = np.isin(slices.category, (Category.KERNEL, Category.MEMSET)) & ~_communicates(trace)
         parts = _gpu_parts(trace, compute_S, spans, waits)
-        families_S = np.array([family_of(name) for name in trace.names])[slices.name]
-        by_family = {family: compute_S & (families_S == family) for family in sorted(set(families_S[compute_S]))}
+        family_of_name = [family_of(name) for name in trace.names]
+        known = sorted(set(family_of_name))
+        family_S = np.array([known.index(family) for family in family_of_name])[slices.name]
+        by_family = {known[i]: compute_S & (family_S == i) for i in np.unique(family_S[compute_S]).tolist()}
         shares = in_order(window, [union(slices.start_ns[s], slices.end_ns[s]) for s in by_family.values()])
         families = {family: share.total_ns for family, share in zip(by_family, shares, strict=True)}
         computing = _launched_by(trace, compute_S, window, spans)

@@ -6,6 +6,7 @@ Shape suffixes: E events of a lane, G segments of a level, B bins with events in
 from __future__ import annotations
 
 import base64
+import bisect
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 
 LEVEL_BINS = (2_048, 16_384)
 """Of the levels that are drawn before one zooms in; a bin is no wider than a pixel there."""
-MAX_LEVEL_BINS = 2**24
+MOST_BINS_LOG2 = 24
 
 
 @dataclass(frozen=True)
@@ -53,10 +54,10 @@ class Level:
 def levels(lane: Lane, total_ns: int, most: int) -> list[Level]:
     """From the coarsest to the finest; this one has all events if they are no more than `most`."""
     finest = merged(lane, 0.0)
-    bins = MAX_LEVEL_BINS
-    while len(finest) > most and bins > 1:  # twice as wide until they fit: longer events stay as they are
-        finest = merged(lane, total_ns / bins)
-        bins //= 2
+    if len(finest) > most:  # the narrowest bins in which they fit: each twice as wide holds no more segments
+        widths_ns = [total_ns / 2**log2 for log2 in range(MOST_BINS_LOG2, 0, -1)]
+        fits = bisect.bisect_left(widths_ns[:-1], True, key=lambda bin_ns: len(merged(lane, bin_ns)) <= most)
+        finest = merged(lane, widths_ns[fits])
     found = [merged(lane, total_ns / bins) for bins in LEVEL_BINS if total_ns / bins > finest.bin_ns]
     return [level for level in found if 2 * len(level) < len(finest)] + [finest]
 
@@ -68,20 +69,22 @@ def merged(lane: Lane, bin_ns: float) -> Level:
     if not short_E.any():
         once = np.ones(len(lane), np.int64)
         return Level(bin_ns, lane.start_E, lane.end_E, lane.kind_E, lane.name_E, once, length_E)
-    order = np.lexsort((lane.kind_E[short_E], (lane.start_E[short_E] / bin_ns).astype(np.int64)))
+    key = (lane.start_E[short_E] / bin_ns).astype(np.int64) * 256 + lane.kind_E[short_E]
+    order = np.argsort(key, kind="stable")  # they are in order but for the kinds: this sort is made for that
+    key = key[order]
     start, end, kind, name, length = (
         column[short_E][order] for column in (lane.start_E, lane.end_E, lane.kind_E, lane.name_E, length_E)
     )
-    key = (start / bin_ns).astype(np.int64) * 256 + kind
     first_B = np.flatnonzero(np.diff(key, prepend=-1))
-    place = np.cumsum(np.diff(key, prepend=-1) != 0) - 1
-    longest_B = np.lexsort((-length, place))[first_B]
+    sizes_B = np.diff(first_B, append=len(start))
+    longest = np.flatnonzero(length == np.repeat(np.maximum.reduceat(length, first_B), sizes_B))
+    longest_B = longest[np.searchsorted(longest, first_B)]  # the first of equals
     columns = [
         (lane.start_E, np.minimum.reduceat(start, first_B)),
         (lane.end_E, np.maximum.reduceat(end, first_B)),
         (lane.kind_E, kind[first_B]),
         (lane.name_E, name[longest_B]),
-        (np.ones(len(lane), np.int64), np.diff(first_B, append=len(start))),
+        (np.ones(len(lane), np.int64), sizes_B),
         (length_E, np.add.reduceat(length, first_B)),
     ]
     joined = [np.concatenate([whole[~short_E], of_bins]) for whole, of_bins in columns]
