@@ -11,6 +11,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import compress
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ _ALONE_BYTES = 4 * 2**20
 """Files of this size together are read without further processes."""
 
 Event = dict[str, Any]
+_FIELDS = ("ts", "dur", "name", "cat", "pid", "tid", "args")
+_FIELDS_OF = itemgetter(*_FIELDS)
 
 
 @dataclass(frozen=True)
@@ -200,7 +203,7 @@ def _parse(path: Path, events: list[Any], top: dict[str, Any]) -> Trace:
     if not complete:
         raise TraceError(f"{path} holds no events: record it again, with the steps to trace inside the window")
     names, slices, args, negative = _slices(complete, base_ns or 0)
-    skipped = len(events) - sum(type(phase) is str for phase in phases) + len(complete) - len(slices)
+    skipped = len(events) - list(map(type, phases)).count(str) + len(complete) - len(slices)
     if not len(slices) or skipped > _MAX_MALFORMED * len(events):
         raise TraceError(
             f"{path} is damaged, {skipped} of its {len(events)} events are malformed: record the trace or copy the "
@@ -229,10 +232,10 @@ def _parse(path: Path, events: list[Any], top: dict[str, Any]) -> Trace:
 
 def _slices(complete: list[Event], base_ns: int) -> tuple[list[str], Slices, list[Event], int]:
     """Names, columns and arguments of those with a name and times, in order; how many ended before they began."""
-    rows: list[tuple[Any, ...]] = [  # in one pass: to reach an event takes longer than to read it
-        (e.get("ts"), e.get("dur"), e.get("name"), e.get("cat"), e.get("pid"), e.get("tid"), e.get("args"))
-        for e in complete
-    ]
+    try:  # in one pass: to reach an event takes longer than to read it
+        rows: list[tuple[Any, ...]] = list(map(_FIELDS_OF, complete))
+    except KeyError:
+        rows = [tuple(map(event.get, _FIELDS)) for event in complete]
     columns = list(zip(*rows, strict=True))
     start_us, duration_us = numbers(columns[0]), numbers(columns[1])
     valid = (np.abs(start_us) <= MAX_US) & (np.abs(duration_us) <= MAX_DURATION_US)  # false for NaN
