@@ -40,6 +40,8 @@ def union(start_I: Times, end_I: Times) -> Intervals:
 
 def intersection(first: Intervals, second: Intervals) -> Intervals:
     """The time in both."""
+    if len(first.start_I) > len(second.start_I):  # the fewer are looked up among the more
+        first, second = second, first
     # An interval meets those of the other set from the first that ends after its start to the last before its end.
     low_I = np.searchsorted(second.end_I, first.start_I, side="right")
     high_I = np.searchsorted(second.start_I, first.end_I, side="left")
@@ -53,7 +55,7 @@ def intersection(first: Intervals, second: Intervals) -> Intervals:
 
 def difference(first: Intervals, second: Intervals) -> Intervals:
     """The time in the first alone."""
-    if not len(first.start_I):
+    if not len(first.start_I) or not len(second.start_I):
         return first
     low, high = first.start_I[0], first.end_I[-1]
     gaps = Intervals(np.append(low, second.end_I), np.append(second.start_I, max(high, low)))
