@@ -53,9 +53,14 @@ def attend(query_Qnd: Tensor, key_Smd: Tensor, value_Smd: Tensor, mask: Mask) ->
     return out_Qnd if mask is None else out_Qnd.masked_fill(mask.padding_Q[:, None, None], 0.0)
 
 
-def on_hopper() -> bool:
-    """Whether the GPU is one for which FlashAttention-4's kernels were tried with these masks: an H100 or H200."""
-    return torch.cuda.device_count() > 0 and torch.cuda.get_device_capability()[0] == 9
+def on_hopper(device: torch.device | None = None) -> bool:
+    """Whether the GPU is an H100 or H200, for which FlashAttention-4's kernels were tried with these masks.
+
+    AMD's cards of capability 9 are none.
+    """
+    if torch.version.cuda is None or torch.cuda.device_count() == 0:
+        return False
+    return torch.cuda.get_device_capability(device)[0] == 9
 
 
 def flash_version() -> str | None:
@@ -133,7 +138,7 @@ def _forward(query_Qnd: Tensor, key_Smd: Tensor, value_Smd: Tensor, mask: FlexMa
 def _flex(query_Qnd: Tensor, key_Smd: Tensor, value_Smd: Tensor, mask: FlexMask) -> tuple[Tensor, Tensor]:
     """As `_forward`."""
     query, key, value = (x.transpose(0, 1)[None] for x in (query_Qnd, key_Smd, value_Smd))
-    hopper = query.is_cuda and query.shape[-1] == 128 and torch.cuda.get_device_capability(query.device)[0] == 9
+    hopper = query.is_cuda and query.shape[-1] == 128 and on_hopper(query.device)
     options = FLEX_OPTIONS_OF_HOPPER if hopper else FLEX_OPTIONS
     out, extra = _compiled_flex(query.is_cuda)(
         query, key, value, block_mask=mask.blocks, enable_gqa=True, kernel_options=options,

@@ -1,4 +1,4 @@
-"""Which backward pass the drafter's attention takes."""
+"""Which kernels the drafter's attention takes."""
 
 from __future__ import annotations
 
@@ -57,3 +57,17 @@ def test_a_card_whose_blocks_have_too_little_memory_is_left_to_torch(monkeypatch
         assert _has_own_backward(query, keys)
         monkeypatch.setattr(attention, "_block_bytes", lambda device: AMPERE_BYTES)
         assert not _has_own_backward(query, keys)
+
+
+@pytest.mark.parametrize(
+    ("cuda", "capability", "is_one"), [("13.0", (9, 0), True), ("13.0", (10, 0), False), (None, (9, 4), False)]
+)
+def test_a_hopper_is_told_from_an_amd_card_of_capability_9(
+    cuda: str | None, capability: tuple[int, int], is_one: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    monkeypatch.setattr(attention, "version_of", lambda name: "4.0.0")
+    assert attention.on_hopper() is is_one
+    assert attention.flash_version() == ("4.0.0" if is_one else None)
