@@ -103,13 +103,13 @@ def _speed(found: Comparison) -> list[str]:
     before, after, bottleneck = found.throughput_before, found.throughput_after, found.bottleneck
     lines = []
     if before and after:
-        change = f"{100 * (after.ktok_s / before.ktok_s - 1):+.1f} %"
+        change = f"{100 * (after.ktok_s / before.ktok_s - 1):+z.1f} %"
         step = f"a step {before.step_ms:.1f} -> {after.step_ms:.1f} ms"
         speed = f"{before.ktok_s:.2f} -> {after.ktok_s:.2f} Ktok/s"
         lines.append(f"speed: {speed} ({change}), {step}, by metrics.jsonl")
     lines.append(
         f"step in the traces: {_ms(bottleneck.step_before_ns):.2f} -> {_ms(bottleneck.step_after_ns):.2f} ms "
-        f"({_ms(bottleneck.change_ns):+.2f} ms), of {_title(bottleneck)}"
+        f"({_ms(bottleneck.change_ns):+z.2f} ms), of {_title(bottleneck)}"
     )
     line = f"bottleneck: {_title(bottleneck)}, waits {100 * float(bottleneck.waiting_after):.1f} % of its time in B"
     if found.bottleneck_before != bottleneck.role:
@@ -132,7 +132,7 @@ def _overview(pairs: Sequence[Pair]) -> str:
         [
             f"{_ms(pair.step_before_ns):.2f}",
             f"{_ms(pair.step_after_ns):.2f}",
-            f"{_ms(pair.change_ns):+.2f}",
+            f"{_ms(pair.change_ns):+z.2f}",
             f"{100 * float(pair.waiting_before):.1f} %",
             f"{100 * float(pair.waiting_after):.1f} %",
             _title(pair),
@@ -166,8 +166,8 @@ def _block(pair: Pair, top: int, what_ifs: dict[tuple[str, str], WhatIf]) -> str
 
 def _row(pair: Pair, item: Item, what_if: WhatIf | None, columns: int) -> list[str]:
     share = pair.share(item)
-    cells = [f"{_ms(item.before_ns):.2f}", f"{_ms(item.after_ns):.2f}", f"{_ms(item.change_ns):+.2f}"]
-    cells.append("-" if share is None else f"{100 * float(share):.1f} %")
+    cells = [f"{_ms(item.before_ns):.2f}", f"{_ms(item.after_ns):.2f}", f"{_ms(item.change_ns):+z.2f}"]
+    cells.append("-" if share is None else f"{100 * float(share):z.1f} %")
     step = f"{_ms(what_if.step_ns):.2f}" if what_if else "-"
     ktok_s = f"{what_if.ktok_s:.2f}" if what_if and what_if.ktok_s is not None else "-"
     limit = f"; the {what_if.limited_by} is next" if what_if and what_if.limited_by else ""

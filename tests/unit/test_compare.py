@@ -390,3 +390,12 @@ def test_a_short_run_has_the_speed_of_its_window(tmp_path: Path) -> None:
     found = find_throughput(tmp_path / "profile", 3, 7)
     assert found is not None and (found.steps, found.outside_window) == (5, False)
     assert (found.ktok_s, found.step_ms, found.tokens_per_step) == pytest.approx((10, 100, 1000))
+
+
+def test_a_change_that_rounds_to_nothing_has_no_minus(tmp_path: Path) -> None:
+    folders = [
+        run_folder(tmp_path / "a", [worker({MATMUL: 100})], 0.1, 1000, 7),
+        run_folder(tmp_path / "b", [worker({MATMUL: 100})], 0.10001, 1000, 7),
+    ]
+    text = CliRunner().invoke(cli.app, ["compare", *map(str, folders)]).output
+    assert "(+0.0 %)" in text and "-0.0" not in text
