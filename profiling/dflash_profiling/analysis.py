@@ -16,7 +16,17 @@ from dflash_profiling.communication import is_labelled
 from dflash_profiling.intervals import Intervals, difference, intersection, joined, union
 from dflash_profiling.kineto import GPU_WORK, Category, Trace, launch_delays_ns
 from dflash_profiling.throughput import step_slowdown
-from dflash_profiling.timeline import PARTS, Split, by_span, family_of, host_bound, in_innermost, in_order, split
+from dflash_profiling.timeline import (
+    FAMILIES,
+    PARTS,
+    Split,
+    by_span,
+    family_of,
+    host_bound,
+    in_innermost,
+    in_order,
+    split,
+)
 from dflash_profiling.waits import Waits, find_waits
 
 STEP = "ProfilerStep#"
@@ -28,10 +38,12 @@ SPAN_PARTS = {
     "gloo:recv": "p2p_starved", "all_reduce": "collective", "load": "data", "checkpoint": "checkpoint",
 }  # fmt: skip
 """What a span of the loop counts as where there are no GPU rows; any other is compute."""
+_DATA_LOADER = "enumerate(DataLoader)#"
+"""How torch's own loader begins the names of its spans."""
 WAITS = ("p2p_starved", "p2p_backpressured", "collective_wait")
 """The parts in which a rank waits for another."""
 _COLLECTIVE = re.compile(r"(nccl|gloo|mpi|ucc):(?!send|recv)", re.IGNORECASE)
-COMMUNICATION_KERNEL = re.compile(r"^(void )?(nccl|rccl|mscclpp|msccl)", re.IGNORECASE)
+COMMUNICATION_KERNEL = re.compile(FAMILIES["communication"], re.IGNORECASE)
 _MESSAGE_KERNEL = re.compile(r"SendRecv", re.IGNORECASE)
 _ALLOCATOR = re.compile(
     r"(cuda|hip)(Malloc|Free|Host|Mem(Create|Map|Unmap|Release|Address|SetAccess))|cuMem(Alloc|Create|Map|Unmap|Release|Address|SetAccess)"
@@ -75,6 +87,10 @@ class RankAnalysis:
     first_step: int | None
     last_step: int | None
     """Their numbers; a rank need not have recorded every step between."""
+    gpu_busy_ns: int | None
+    """Of the window, with communication and copies; None without GPU rows."""
+    idle_by_host_ns: dict[str, int]
+    """The rest of a GPU's window by what the host was in: a call of the runtime, else a span of the loop, else ""."""
     host_by_span_ns: dict[str, int]
     """The whole window by what the loop's thread was in, whatever the GPU did; adds up to the window."""
     has_gpu_rows: bool
@@ -103,7 +119,7 @@ def analyze_ranks(traces: Sequence[Trace]) -> list[RankAnalysis]:
     return [
         replace(
             analyze(trace, waits),
-            unaligned=alignment.unaligned.get(trace.path.name),
+            unaligned=alignment.unaligned.get(trace.path.name) if len(traces) > 1 else None,
             clock_uncertainty_ns=alignment.uncertainty_ns,
         )
         for trace, waits in zip(traces, find_waits(traces, alignment, messages), strict=True)
@@ -118,7 +134,11 @@ def analyze(trace: Trace, waits: Waits | None = None) -> RankAnalysis:
     numbers = _step_numbers(trace)
     window = union(np.array([start_ns]), np.array([end_ns]))
     spans = _spans(trace)
+    gpu_busy, idle_by_host = None, {}
     if trace.has_gpu_rows:
+        work_S = np.isin(slices.category, GPU_WORK)
+        busy = intersection(window, union(slices.start_ns[work_S], slices.end_ns[work_S]))
+        gpu_busy, idle_by_host = busy.total_ns, _by_host(trace, difference(window, busy), spans)
         kernel_names = _kernel_names(trace)
         compute_S = np.isin(slices.category, (Category.KERNEL, Category.MEMSET)) & ~_communicates(trace)
         parts = _gpu_parts(trace, compute_S, spans, waits)
@@ -145,6 +165,8 @@ def analyze(trace: Trace, waits: Waits | None = None) -> RankAnalysis:
         steps=steps,
         first_step=min(numbers, default=None),
         last_step=max(numbers, default=None),
+        gpu_busy_ns=gpu_busy,
+        idle_by_host_ns=idle_by_host,
         host_by_span_ns=by_span(window, spans),
         has_gpu_rows=trace.has_gpu_rows,
         max_launch_skew_ns=trace.max_launch_skew_ns,
@@ -191,13 +213,20 @@ def _waits_for(
     waiting = joined([shares[name] for name in WAITS if name in shares])
     sets = dict(waits.of_ranks)
     for name, start_ns, end_ns in spans:
-        if SPAN_PARTS.get(name) == "p2p_backpressured" and (peer := waits.next_peer(end_ns)) is not None:
+        if part_of_span(name) == "p2p_backpressured" and (peer := waits.next_peer(end_ns)) is not None:
             slot = union(np.array([start_ns]), np.array([end_ns]))
             sets[peer] = joined([sets[peer], slot]) if peer in sets else slot
     shared = {peer: intersection(waiting, intervals) for peer, intervals in sets.items()}
     order = sorted(shared, key=lambda peer: (-shared[peer].total_ns, peer))
     found = in_order(waiting, [shared[peer] for peer in order])
     return {peer: share.total_ns for peer, share in zip(order, found, strict=True) if share.total_ns}
+
+
+def part_of_span(name: str) -> str | None:
+    """What a span of the loop counts as where it is not compute."""
+    if _COLLECTIVE.match(name):
+        return "collective"
+    return "data" if name.startswith(_DATA_LOADER) else SPAN_PARTS.get(name)
 
 
 def part_of_kernels(trace: Trace) -> np.ndarray:
@@ -242,16 +271,23 @@ def _step_numbers(trace: Trace) -> list[int]:
 
 def _spans(trace: Trace) -> list[tuple[str, int, int]]:
     """The annotations of the loop's thread but the steps and what names single messages: name, start, end."""
+    slices, thread = trace.slices, _loop_thread(trace)
+    if thread is None:
+        return []
+    left_out = np.array([name.startswith(STEP) or is_labelled(name) for name in trace.names], bool)[slices.name]
+    named_S = (slices.category == Category.USER_ANNOTATION) & (slices.thread == thread)
+    chosen = np.flatnonzero(named_S & ~left_out)
+    return [(trace.names[slices.name[i]], int(slices.start_ns[i]), int(slices.end_ns[i])) for i in chosen]
+
+
+def _loop_thread(trace: Trace) -> int | None:
+    """The thread of most steps, or of most annotations where no step is named; None where nothing is annotated."""
     slices = trace.slices
     named_S = slices.category == Category.USER_ANNOTATION
     is_step = np.array([name.startswith(STEP) for name in trace.names], bool)[slices.name]
     loop_S = named_S & is_step if (named_S & is_step).any() else named_S
-    if not loop_S.any():
-        return []
     threads, count = np.unique(slices.thread[loop_S], return_counts=True)
-    is_message = np.array([is_labelled(name) for name in trace.names], bool)[slices.name]
-    chosen = np.flatnonzero(named_S & ~is_step & ~is_message & (slices.thread == threads[count.argmax()]))
-    return [(trace.names[slices.name[i]], int(slices.start_ns[i]), int(slices.end_ns[i])) for i in chosen]
+    return int(threads[count.argmax()]) if len(threads) else None
 
 
 def _communicates(trace: Trace) -> np.ndarray:
@@ -322,14 +358,33 @@ def _host_parts(trace: Trace, spans: Sequence[tuple[str, int, int]], window: Int
     waits: dict[str, list[Intervals]] = {part: [] for part in SPAN_PARTS.values()}
     working: list[Intervals] = []
     for name, share in in_innermost(window, spans).items():
-        part = "collective" if _COLLECTIVE.match(name) else SPAN_PARTS.get(name)
+        part = part_of_span(name)
         if name:
             (waits[part] if part else working).append(share)
     if not spans:
         work_S = slices.category == Category.CPU_OP
         working = [intersection(union(slices.start_ns[work_S], slices.end_ns[work_S]), window)]
     of_parts = {part: joined(shares) for part, shares in waits.items()}
-    return {"compute": difference(joined(working), profiler), "profiler": profiler, **of_parts}
+    compute = joined(working)
+    # Where the loop's thread runs no operation while another thread is in a collective, it waits for that one.
+    exposed = intersection(compute, _beside_operations(trace))
+    of_parts["collective"] = joined([of_parts["collective"], exposed])
+    return {"compute": difference(difference(compute, exposed), profiler), "profiler": profiler, **of_parts}
+
+
+def _beside_operations(trace: Trace) -> Intervals:
+    """When other threads than the loop's are in a collective, and that one in no operation; never if it shows none."""
+    slices = trace.slices
+    thread = _loop_thread(trace)
+    collective_N = np.array([bool(_COLLECTIVE.match(name)) for name in trace.names], bool)
+    others_S = collective_N[slices.name] & (slices.thread != thread)
+    operations_S = (slices.category == Category.CPU_OP) & (slices.thread == thread) & ~collective_N[slices.name]
+    if thread is None or not operations_S.any():
+        others_S[:] = False
+    return difference(
+        union(slices.start_ns[others_S], slices.end_ns[others_S]),
+        union(slices.start_ns[operations_S], slices.end_ns[operations_S]),
+    )
 
 
 def _launched_by(
@@ -358,8 +413,25 @@ def _launched_by(
 
 
 def _of_spans(spans: Sequence[tuple[str, int, int]], part: str) -> Intervals:
-    chosen = [(start, end) for name, start, end in spans if SPAN_PARTS.get(name) == part]
+    chosen = [(start, end) for name, start, end in spans if part_of_span(name) == part]
     return union(*np.array(chosen, np.int64).reshape(-1, 2).T)
+
+
+def _by_host(trace: Trace, idle: Intervals, spans: Sequence[tuple[str, int, int]]) -> dict[str, int]:
+    """Of what goes on at once the call that has most of `idle` comes first."""
+    slices = trace.slices
+    calls_S = slices.category == Category.RUNTIME
+    of_call = {}
+    for name in np.unique(slices.name[calls_S]).tolist():
+        some_S = calls_S & (slices.name == name)
+        of_call[trace.names[name]] = intersection(idle, union(slices.start_ns[some_S], slices.end_ns[some_S]))
+    names = sorted(of_call, key=lambda name: -of_call[name].total_ns)
+    shares = in_order(idle, [of_call[name] for name in names])
+    found = {name: share.total_ns for name, share in zip(names, shares, strict=True) if share.total_ns}
+    for name, ns in by_span(difference(idle, joined(shares)), spans).items():
+        if ns:
+            found[name] = found.get(name, 0) + ns
+    return found
 
 
 def _kernel_names(trace: Trace) -> list[Kernel]:

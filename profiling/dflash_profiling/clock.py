@@ -19,6 +19,8 @@ from dflash_profiling.pairing import SAME_HOST_NS, Match, Pairing, RankPair, pai
 
 OTHER_WINDOW = "it is of another window"
 """In the reason why a trace is not aligned."""
+FARTHEST_AHEAD, FARTHEST_AHEAD_NS = 10, 60 * 10**9
+"""Windows of the same steps that lie apart by so many of their lengths, and so long, are of two runs."""
 RENDEZVOUS_BYTES = 128 * 2**20
 """A larger message does not fit into NCCL's buffers, so its send cannot end before its receive has begun."""
 
@@ -173,10 +175,15 @@ def _apart(trace: Trace, newest: Trace) -> str | None:
     By the steps that were asked for, where both say so: a rank that is ahead of another runs the same steps earlier.
     """
     steps, newest_steps = trace.metadata.get("window"), newest.metadata.get("window")
-    if steps is not None and newest_steps is not None:
-        return None if steps == newest_steps else f"it is of steps {_range(steps)}, another of {_range(newest_steps)}"
-    gap_ns = _extent(newest)[0] - _extent(trace)[1]
-    return f"it ended {gap_ns / 1e9:.1f} s before another began" if gap_ns > 0 else None
+    (start_ns, end_ns), (newest_start_ns, newest_end_ns) = _extent(trace), _extent(newest)
+    gap_ns = newest_start_ns - end_ns
+    apart = f"it ended {gap_ns / 1e9:.1f} s before another began"
+    if steps is None or newest_steps is None:
+        return apart if gap_ns > 0 else None
+    if steps != newest_steps:
+        return f"it is of steps {_range(steps)}, another of {_range(newest_steps)}"
+    longest_ns = max(end_ns - start_ns, newest_end_ns - newest_start_ns)
+    return apart if gap_ns > max(FARTHEST_AHEAD_NS, FARTHEST_AHEAD * longest_ns) else None
 
 
 def _range(steps: Any) -> str:

@@ -185,7 +185,7 @@ def _described(item: Item) -> str:
         name += " (new)"
     if not item.after_ns:
         name += " (gone)"
-    return name + (" (waiting)" if item.waits else "")
+    return name + ((" (perhaps waiting)" if item.name == "p2p" else " (waiting)") if item.waits else "")
 
 
 def _title(pair: Pair) -> str:

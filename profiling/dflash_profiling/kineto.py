@@ -142,6 +142,9 @@ def read_folder(folder: Path | str) -> list[Trace]:
 
 _FILE_NAME = re.compile(r"(?P<worker>.+?)(?:\.(?P<stamp>\d{1,20}))?\.pt\.trace\.json(?:\.gz)?")
 
+_OTHER_FILE_NAME = re.compile(r".*(trace|rank).*\.json(\.gz)?", re.IGNORECASE)
+"""As `export_chrome_trace` may be told to name a file."""
+
 
 def _stamp(path: Path) -> int:
     match = _FILE_NAME.fullmatch(path.name)
@@ -151,11 +154,16 @@ def _stamp(path: Path) -> int:
 def _newest(folder: Path) -> list[Path]:
     """The newest trace of each worker, by its file's name."""
     if not folder.is_dir():
-        raise TraceError(f"{folder} is no folder: give the one with the traces of a run, as runs/NAME/profile")
+        wrong = "is no folder" if folder.exists() else "does not exist"
+        raise TraceError(f"{folder} {wrong}: give the folder with the traces of a run, as runs/NAME/profile")
     newest: dict[str, Path] = {}
     for path in sorted(folder.iterdir(), key=lambda path: (_stamp(path), path.name)):
         if match := _FILE_NAME.fullmatch(path.name):
             newest[match["worker"]] = path
+    if not newest and (folder / "profile").is_dir():  # of a run
+        return _newest(folder / "profile")
+    if not newest:
+        newest = {path.name: path for path in sorted(folder.iterdir()) if _OTHER_FILE_NAME.fullmatch(path.name)}
     if not newest:
         beside = [path for path in sorted(folder.glob("*/*.pt.trace.json*")) if _FILE_NAME.fullmatch(path.name)]
         mend = f"give {beside[0].parent}" if beside else RECORD_SOME

@@ -10,6 +10,7 @@ from dflash_profiling.rank_stream import RankStream
 from dflash_profiling.stream_table import compile_findings, stream_json, stream_lines
 from dflash_profiling.throughput import slowdown_warning
 
+LEAST_PERCENT, LEAST_IDLE_PERCENT = 0.05, 0.5
 TOP = 8
 """Rows of a list of what takes longest."""
 
@@ -33,15 +34,17 @@ def as_text(ranks: Sequence[RankAnalysis], streams: Sequence[RankStream | None] 
     used = [name for name in shares[0] if any(share[name] for share in shares)]
     head = ["rank", "role", "steps", "window ms", *(name.replace("_", " ") for name in used)]
     rows = [
-        [_name(rank), rank.role or "", str(rank.steps), f"{rank.split.window_ns / 1e6:.1f}"]
+        [_name(rank), rank.role or "", str(rank.steps or "-"), f"{rank.split.window_ns / 1e6:.1f}"]
         + [f"{share[name]:.1f} %" for name in used]
         for rank, share in zip(ranks, shares, strict=True)
     ]
     parts = [_aligned([head, *rows])]
     for rank, stream in _with_streams(ranks, streams):
         title = f"rank {_name(rank)}" + (f", {rank.role}" if rank.role else "")
-        if not rank.has_gpu_rows:
+        if rank.gpu_busy_ns is None:
             title += ": no GPU rows, so the times are those of the host"
+        else:
+            title += f": GPU busy {100 * rank.gpu_busy_ns / (rank.split.window_ns or 1):.1f} %"
         parts.append("\n".join([title, *_computing(rank), *(f"  {line}" for line in stream_lines(stream))]))
         parts[-1] += "".join(f"\n  {remark}" for remark in _with_clock(rank, stream))
     return "\n\n".join(parts)
@@ -105,6 +108,8 @@ def as_json(ranks: Sequence[RankAnalysis], streams: Sequence[RankStream | None] 
             "waits_for_ns": {str(peer): ns for peer, ns in rank.waits_for_ns.items()},
             "compute_by_span_ns": rank.compute_by_span_ns,
             "compute_by_family_ns": rank.compute_by_family_ns,
+            "gpu_busy_ns": rank.gpu_busy_ns,
+            "idle_by_host_ns": rank.idle_by_host_ns,
             "kernels": [vars(kernel) for kernel in rank.kernels[:TOP]],
             "has_gpu_rows": rank.has_gpu_rows,
             "max_launch_skew_ns": rank.max_launch_skew_ns,
@@ -123,13 +128,20 @@ def _computing(rank: RankAnalysis) -> list[str]:
     lines = []
     window_ns = rank.split.window_ns or 1
     if rank.waits_for_ns:
-        awaited = [f"rank {peer} {100 * ns / window_ns:.1f} %" for peer, ns in rank.waits_for_ns.items()]
-        lines.append("  waits for: " + ", ".join(awaited[:TOP]))
-    for what, times in (("span", rank.compute_by_span_ns), ("kernels", rank.compute_by_family_ns)):
+        percent = {peer: 100 * ns / window_ns for peer, ns in rank.waits_for_ns.items()}
+        awaited = [f"rank {peer} {share:.1f} %" for peer, share in percent.items() if share >= LEAST_PERCENT]
+        lines += ["  waits for: " + ", ".join(awaited[:TOP])] if awaited else []
+    for what, times in (("span", rank.compute_by_span_ns), ("family of kernel", rank.compute_by_family_ns)):
         top = sorted(((ns, name) for name, ns in times.items() if ns), reverse=True)[:TOP]
         if top:
             parts = [f"{name or 'outside of spans'} {100 * ns / window_ns:.1f} %" for ns, name in top]
             lines.append(f"  computing by {what}: " + ", ".join(parts))
+    idle = sorted(((ns, name) for name, ns in rank.idle_by_host_ns.items()), reverse=True)[:TOP]
+    shares = [(100 * ns / window_ns, name or "nothing that is named") for ns, name in idle]
+    if shown := [f"{name} {share:.1f} %" for share, name in shares if share >= LEAST_IDLE_PERCENT]:
+        lines.append("  GPU idle while the host was in: " + ", ".join(shown))
+    if rank.kernels:
+        lines.append("  kernels of the whole trace:")
     lines += [
         f"  {kernel.total_ns / 1e6:10.2f} ms in {kernel.count:6} runs  {kernel.name[:90]}"
         for kernel in rank.kernels[:TOP]
@@ -153,6 +165,8 @@ def remarks(rank: RankAnalysis, stream: RankStream | None = None) -> list[str]:
     found = []
     if rank.step_slowdown is not None and (warning := slowdown_warning(rank.step_slowdown)):
         found.append(warning)
+    if not rank.steps:
+        found.append("it names no steps (ProfilerStep#), so the window is the whole trace")
     found += compile_findings(stream)
     if rank.unpaired_messages:
         found.append(

@@ -27,13 +27,14 @@ its last rank has come. `p2p` and `collective` are also those whose other ends a
 cannot be told from transfer.
 """
 FAMILIES = {
+    "communication": r"^(void )?(nccl|rccl|mscclpp|msccl)|_all_reduce_kernel",
     "attention": r"flash|fmha|flex_attention|attention|sdpa",
     "delta rule": r"delta_rule|chunk_fwd|chunk_gated|recompute_w_u|solve_tril|l2norm",
-    "convolution": r"conv",
-    "matrix product": r"gemm|nvjet|cutlass|cublas|wgmma|_mm_|matmul|splitk|tensile|Cijk",
-    "optimizer": r"adam|multi_tensor_apply|sgd|lamb",
+    "convolution": r"(?<!type)conv",
+    "matrix product": r"(?<!fb)gemm|nvjet|cutlass|cublas|wgmma|_mm_|matmul|splitk|tensile|Cijk",
+    "optimizer": r"adam|multi_tensor_apply|sgd|lamb(?!da)",
     "softmax and loss": r"softmax|cross_entropy|nll_loss|_statistics_kernel|log_sum_exp",
-    "norm": r"norm",
+    "norm": r"(?<!re)norm",
     "reduction": r"reduce_kernel|triton_red|triton_per|cub::|scan|cumsum|sort|topk",
     "gather and scatter": r"index|gather|scatter|embedding|catarray|copy",
     "random": r"distribution|philox|random|dropout",

@@ -222,3 +222,68 @@ def test_a_collective_waits_for_no_rank_of_another_window(tmp_path: Path) -> Non
         rank.write(tmp_path)
     for found in analyze_ranks(read_folder(tmp_path)):
         assert found.split.parts_ns["collective"] == 2_000 and not found.waits_for_ns, found.split
+
+
+MS = 1_000_000
+
+
+def analyzed(rank: SyntheticRank, folder: Path) -> RankAnalysis:
+    return analyze(read_trace(rank.write(folder)))
+
+
+@pytest.mark.parametrize("name", ["load", "enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__"])
+def test_a_data_loaders_wait_is_data_with_and_without_a_gpu(name: str, tmp_path: Path) -> None:
+    rank = SyntheticRank(0)
+    rank.span("ProfilerStep#1", 0, 100 * MS)
+    rank.span(name, 10 * MS, 60 * MS)
+    rank.span("forward", 60 * MS, 100 * MS)
+    assert analyzed(rank, tmp_path).split.parts_ns["data"] == 50 * MS
+    rank.kernel("gemm", 40 * MS, 90 * MS, launch_ns=39 * MS)
+    assert analyzed(rank, tmp_path).split.parts_ns["data"] == 30 * MS
+
+
+def test_what_the_host_was_in_while_the_gpu_had_nothing_to_do(tmp_path: Path) -> None:
+    rank = SyntheticRank(0)
+    rank.span("ProfilerStep#1", 0, 1_000 * MS)
+    rank.span("forward", 0, 500 * MS)
+    rank.span("optimizer", 500 * MS, 900 * MS)
+    rank.kernel("gemm", 100 * MS, 300 * MS, launch_ns=50 * MS)
+    rank.runtime("cudaMemcpyAsync", 250 * MS, 450 * MS)
+    rank.kernel("gemm", 600 * MS, 700 * MS, launch_ns=550 * MS)
+    analysis = analyzed(rank, tmp_path)
+    launching_ns = 3_000
+    assert analysis.gpu_busy_ns == 300 * MS
+    assert analysis.idle_by_host_ns == {
+        "cudaMemcpyAsync": 150 * MS,
+        "cudaLaunchKernel": 2 * launching_ns,
+        "forward": 150 * MS - launching_ns,
+        "optimizer": 300 * MS - launching_ns,
+        "": 100 * MS,
+    }
+    text = as_text([analysis])
+    assert "rank 0: GPU busy 30.0 %" in text
+    assert (
+        "GPU idle while the host was in: optimizer 30.0 %, cudaMemcpyAsync 15.0 %, forward 15.0 %, "
+        "nothing that is named 10.0 %" in text
+    )
+
+
+def test_a_collective_on_another_thread_that_the_loop_waits_for_is_no_computing(tmp_path: Path) -> None:
+    """As gloo's of DistributedDataParallel: the loop's thread is in `backward`, but in no operation."""
+    rank = SyntheticRank(0)
+    rank.span("ProfilerStep#1", 0, 100 * MS)
+    rank.span("backward", 0, 100 * MS)
+    rank.span("gloo:all_reduce", 20 * MS, 90 * MS, thread=77)
+    assert analyzed(rank, tmp_path).split.parts_ns["compute"] == 100 * MS  # it shows none of its operations
+    rank.op("aten::mm", 0, 30 * MS)
+    parts_ns = analyzed(rank, tmp_path).split.parts_ns
+    assert parts_ns["collective"] == 60 * MS and parts_ns["compute"] == 40 * MS
+
+
+def test_a_trace_alone_is_on_no_clock_of_others_and_says_where_it_names_no_steps(tmp_path: Path) -> None:
+    rank = SyntheticRank(0)
+    rank.kernel("gemm", 100 * MS, 300 * MS)
+    trace = read_trace(rank.write(tmp_path).rename(tmp_path / "x.json.gz"))
+    text = as_text(analyze_ranks([trace]))
+    assert "not on the clock" not in text
+    assert "it names no steps (ProfilerStep#), so the window is the whole trace" in text

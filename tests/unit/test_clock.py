@@ -155,6 +155,15 @@ def test_a_window_is_one_of_steps_however_far_ahead_a_rank_is(
         assert reason == "it is of steps 12 to 15, another of 16 to 19: it is of another window"
 
 
+def test_the_same_steps_of_two_runs_are_two_windows(tmp_path: Path) -> None:
+    ranks, _ = messages_world(TWO_RANKS, {0: 0, 1: 0}, answers=False)
+    ranks = [replace(rank, metadata=rank.metadata | {"window": [6, 9]}) for rank in ranks]
+    ranks[0].base_ns = (ranks[0].base_ns or 0) - 360_000 * MS
+    alignment = align(written(ranks, tmp_path))
+    (reason,) = alignment.unaligned.values()
+    assert "s before another began: it is of another window" in reason and list(alignment.offsets_ns) == [1]
+
+
 def test_a_single_trace_needs_no_base(tmp_path: Path) -> None:
     rank = SyntheticRank(0, base_ns=None)
     rank.kernel("k", 1000, 2000)

@@ -35,12 +35,35 @@ def test_of_two_runs_in_a_folder_the_newer_is_read(tmp_path: Path) -> None:
 def test_folders_without_traces_are_refused(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match=r"holds no trace .*: record some first"):
         read_folder(tmp_path)
-    with pytest.raises(TraceError, match="is no folder: give the one"):
+    with pytest.raises(TraceError, match="does not exist: give the folder"):
         read_folder(tmp_path / "absent")
-    (tmp_path / "profile").mkdir()
-    SyntheticRank(0).write(tmp_path / "profile")
-    with pytest.raises(TraceError, match=r": give .*/profile$"):
+    write(tmp_path / "file", b"")
+    with pytest.raises(TraceError, match="is no folder: give the folder"):
+        read_folder(tmp_path / "file")
+    (tmp_path / "traces").mkdir()
+    SyntheticRank(0).write(tmp_path / "traces")
+    with pytest.raises(TraceError, match=r": give .*/traces$"):
         read_folder(tmp_path)
+
+
+def test_a_runs_folder_stands_for_its_profile(tmp_path: Path) -> None:
+    (tmp_path / "profile").mkdir()
+    rank = SyntheticRank(0)
+    rank.span("forward", 0, 10)
+    rank.write(tmp_path / "profile")
+    write(tmp_path / "summary.json", b"{}")
+    (trace,) = read_folder(tmp_path)
+    assert trace.path.parent == tmp_path / "profile"
+
+
+def test_files_that_export_chrome_trace_was_told_to_name_otherwise(tmp_path: Path) -> None:
+    for number, name in enumerate(("trace_rank0.json.gz", "sampled_rank-1.json.gz")):
+        rank = SyntheticRank(number)
+        rank.span("forward", 0, 10)
+        rank.write(tmp_path).rename(tmp_path / name)
+    write(tmp_path / "config.json", b"{}")
+    write(tmp_path / "merged.json.gz", b"")
+    assert [trace.rank for trace in read_folder(tmp_path)] == [0, 1]
 
 
 def test_other_processes_read_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,6 +93,14 @@ def test_kernels_are_known_by_their_names() -> None:
         "triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_0": "reduction",
         "void at::native::vectorized_elementwise_kernel<8, at::native::CUDAFunctor_add<c10::BFloat16>>": "element-wise",
         "_adamw_kernel": "optimizer",
+        "void lamb_stage_1": "optimizer",
+        "void at::native::elementwise_kernel<direct_copy_kernel_cuda(){lambda(int)#1}>": "gather and scatter",
+        "void at::native::vectorized_elementwise_kernel<4, AUnaryFunctor<float>{lambda(int)#1}>": "element-wise",
+        "void fbgemm_gpu::split_embedding_codegen_forward_unweighted_kernel<float>": "gather and scatter",
+        "void vllm::fused_add_rms_norm_kernel<vllm::_typeConvert<__nv_bfloat16>>": "norm",
+        "void moe::dev::routingRenormalize::routingIndicesWarpKernel": "other",
+        "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)": "communication",
+        "void (anonymous namespace)::multimem_all_reduce_kernel<c10::BFloat16, 16>": "communication",
         "what is this": "other",
     }
     assert {name: family_of(name) for name in names} == names

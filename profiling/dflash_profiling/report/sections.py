@@ -157,6 +157,7 @@ def tops(ranks: Sequence[RankAnalysis]) -> str:
         tables = [
             _shares_table("computing by span", "span", rank.compute_by_span_ns, rank.split.window_ns),
             _shares_table("computing by family of kernel", "family", rank.compute_by_family_ns, rank.split.window_ns),
+            _shares_table("GPU idle while the host was in", "call or span", rank.idle_by_host_ns, rank.split.window_ns),
             _kernels_table(rank),
         ]
         opened = " open" if place == 0 or len(ranks) <= 2 else ""

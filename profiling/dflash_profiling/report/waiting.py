@@ -42,7 +42,10 @@ def waiting(ranks: Sequence[RankAnalysis]) -> str:
     names = {rank.rank: rank_name(rank) for rank in ranks}
     heading = "<h2>Who waits for whom</h2>"
     if not peers:
+        untold = any(rank.split.parts_ns[part] for rank in ranks for part in ("p2p", "collective"))
         nobody = "By these traces no rank waits for another."
+        if untold:
+            nobody = "Who waits cannot be told: of the ranks' messages and collectives the other ends are not known."
         return f'<section id="waiting">{heading}<p class="note">{nobody}</p></section>'
     head = "".join(f'<th scope="col">for {names.get(peer, f"rank {peer}")}</th>' for peer in peers)
     rows = "".join(_waiting_row(rank, peers) for rank in ranks)
