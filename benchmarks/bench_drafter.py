@@ -201,7 +201,8 @@ def measure(
         table = profile.key_averages().table("self_cuda_time_total", row_limit=45, max_name_column_width=100)
         (trace / f"{name.replace(', ', '-').replace(' ', '-')}.txt").write_text(table)
     anchors_s = int(batch.blocks.keep_A.sum()) / seconds
-    values = (1e3 * seconds, anchors_s, peak_gib, statistics.median(host_s) / seconds, float(loss))
+    host_share = statistics.median(host_s) / statistics.median(whole_s)
+    values = (1e3 * seconds, anchors_s, peak_gib, host_share, float(loss))
     if lead:
         print(f"{name:<32} " + " ".join(f"{value:>12.4g}" for value in values), flush=True)
     return dict(zip(COLUMNS, values, strict=True))

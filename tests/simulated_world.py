@@ -280,6 +280,7 @@ class Reader:
 
     def __init__(self, baton: Baton, begins: Callable[[Work], int]) -> None:
         self.fc = SimpleNamespace(in_features=WIRE.features)
+        self.config = SimpleNamespace(block_size=2)
         self.weight = torch.zeros(len(SUMS), requires_grad=True)
         self._baton, self._begins = baton, begins
 

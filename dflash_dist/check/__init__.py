@@ -59,7 +59,7 @@ def check(config: Config | None, device: str = "auto") -> list[Finding]:
         if runs_on is not None:
             findings += kernel_findings(config, facts, caches, on_gpu=runs_on == "cuda")
             findings += compiler_findings(config, on_gpu=runs_on == "cuda")
-            findings += drafter_findings(caches) if runs_on == "cuda" else []
+            findings += drafter_findings(config, facts, caches) if runs_on == "cuda" else []
         findings += [*_embedded(config), disk_finding("cache_dir", config.cache_dir), run_disk_finding(config)]
     elif half := half_installed_fla(None):
         findings.append(half)

@@ -83,17 +83,6 @@ FLASH_ATTN = FusedPackage(
     rebuild="pip install --no-build-isolation 'flash-attn>=2.7' --force-reinstall --no-deps --no-cache-dir"
     "  # builds it for this torch; needs nvcc",
 )
-FLASH_ATTN_4 = FusedPackage(
-    "flash-attn-4",
-    "flash_attn.cute.interface",
-    ("_flash_attn_fwd", "_flash_attn_bwd"),
-    ("flash-attn-4",),
-    "4.0",
-    "the drafter's attention, which takes it where it is installed, cannot run",
-    install="pip install 'dflash-dist[flash]'",
-    upgrade="pip install --upgrade 'dflash-dist[flash]'",
-    reinstall="pip install --force-reinstall 'dflash-dist[flash]'  # or: pip uninstall flash-attn-4",
-)
 
 
 def install_finding(package: FusedPackage, level: Level = "error") -> Finding:

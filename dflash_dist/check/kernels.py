@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_dist.check.findings import Finding, Level, one_line
-from dflash_dist.check.installs import CAUSAL_CONV1D, FLA, FLASH_ATTN, FLASH_ATTN_4, TRITON
+from dflash_dist.check.installs import CAUSAL_CONV1D, FLA, FLASH_ATTN, TRITON
 from dflash_dist.check.trials import Measured, Shapes, run_trial
 
 TOLERANCE = 0.03
@@ -33,7 +33,7 @@ MENDS = {
     "chunk_gated_delta_rule": FLA.reinstall,
     "causal_conv1d_fn": CAUSAL_CONV1D.rebuild,
     "flash_attn_varlen_func": FLASH_ATTN.rebuild,
-    "drafter_attention": f"pip uninstall -y flash-attn-4, or another version: {FLASH_ATTN_4.upgrade}",
+    "drafter_attention": "pip uninstall -y flash-attn-4  # or take another version of it",
 }
 
 
@@ -57,13 +57,7 @@ def verdict(name: str, outcome: Outcome, level: Level = "error") -> Finding:
         mend = "mend what the reason names, or free the GPU, and check again"
         return Finding(finding, "warning", f"could not be tried: {outcome.reason}", mend)
     if isinstance(outcome, Failure):
-        return Finding(
-            finding,
-            level,
-            f"fails on this GPU: {outcome.reason}",
-            mend,
-            f"the {who} cannot run it",
-        )
+        return Finding(finding, level, f"fails on this GPU: {outcome.reason}", mend, f"the {who} cannot run it")
     if not outcome.error <= TOLERANCE:
         detail = f"gives other values than torch: {outcome.error:.1%} away, where {TOLERANCE:.0%} is rounding"
         return Finding(finding, level, detail, mend, f"the {what} would be wrong")

@@ -298,7 +298,7 @@ def run_trial(name: str, shapes: Shapes, modelling: str | None, device: torch.de
     if name == "drafter_attention":
         from dflash_dist.check.drafter import drafter_attention
 
-        return drafter_attention(device)
+        return drafter_attention(device, shapes)
     kernel = getattr(importlib.import_module(KERNELS[name]), name)
     with torch.inference_mode():
         return measure(make_case(name, shapes, modelling, device), kernel)

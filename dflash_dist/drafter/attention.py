@@ -32,7 +32,6 @@ FLEX_OPTIONS_OF_HOPPER: Any = FLEX_OPTIONS | {
 HEAD_SIZES = (16, 32, 64, 128)
 SHARED_MEMORY_BYTES = 200_000
 """Of our own backward pass: the sizes of heads that it takes, and the memory that it needs of a block."""
-FLASH_REINSTALL = "pip install --force-reinstall 'dflash-dist[flash]'"
 FLASH_HEAD_SIZES = (64, 128)
 FLASH_KEYS_PER_QUERY = 3
 """FlashAttention-4 sums the gradients of keys in memory, for each query head; our own does not. So its backward pass is
@@ -64,8 +63,14 @@ def on_hopper(device: torch.device | None = None) -> bool:
 
 
 def flash_version() -> str | None:
-    """The version of FlashAttention-4 that attention on this GPU uses; None where it uses none."""
+    """The version of FlashAttention-4 that attention on this GPU would use; None where it would use none."""
     return version_of("flash-attn-4") if on_hopper() else None
+
+
+def flash_install() -> str:
+    """The command that installs it, and what it lacks, for this torch's CUDA."""
+    extra = "[cu13]" if (torch.version.cuda or "").startswith("13") else ""
+    return f"pip install --upgrade 'flash-attn-4{extra}>=4.0.0b36'"
 
 
 class _Attention(torch.autograd.Function):
@@ -111,7 +116,7 @@ def _flash_kernels() -> ModuleType | None:
     except Exception as error:
         raise UserError(
             f"flash-attn-4 {version} is installed but cannot be imported ({type(error).__name__}: {error}); install it "
-            f"again with {FLASH_REINSTALL}, or remove it with pip uninstall flash-attn-4"
+            f"again with {flash_install()}, or remove it with pip uninstall flash-attn-4"
         ) from error
     return attention_flash
 

@@ -166,7 +166,7 @@ def resolve(settings: DrafterSettings, target_config: Any, tokenizer_end: int) -
     `target_config`: the transformers configuration of the target's language model. `tokenizer_end`: one past the
     largest id that the tokenizer can give. UserError where the result is not a drafter for this target.
     """
-    heads, key_value_heads, head_dim = _geometry(settings, target_config)
+    heads, key_value_heads, head_dim = geometry(settings, target_config)
     target_layers = target_config.num_hidden_layers
     theta = rope_theta(target_config.to_dict(), "the target's config.json")
     layer_types = settings.layer_types or (FULL,) * settings.num_layers
@@ -236,8 +236,8 @@ def _embedding_scale(target_config: Any) -> float:
     return target_config.hidden_size**0.5 if target_config.model_type.startswith("gemma") else 1.0
 
 
-def _geometry(settings: DrafterSettings, target_config: Any) -> tuple[int, int, int]:
-    """Query heads, key-value heads and head size."""
+def geometry(settings: DrafterSettings, target_config: Any) -> tuple[int, int, int]:
+    """Query heads, key-value heads and head size of the drafter for a target."""
     hidden = target_config.hidden_size
     if not is_hybrid(target_config):
         heads = target_config.num_attention_heads

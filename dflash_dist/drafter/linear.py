@@ -121,7 +121,8 @@ class _NormedProducts(torch.autograd.Function):
         gradient_PI = first @ weights[0]
         for gradient_PO, weight_OI in zip(others, weights[1:], strict=True):
             gradient_PI.addmm_(gradient_PO, weight_OI)
-        gradient_x, gradient_gain_I, normed = rms_norm_backward(x, gain_I, ctx.eps, gradient_PI.view_as(x), residual)
+        added = residual if ctx.needs_input_grad[0] else None  # the first layer's input needs no gradient
+        gradient_x, gradient_gain_I, normed = rms_norm_backward(x, gain_I, ctx.eps, gradient_PI.view_as(x), added)
         wants = ctx.needs_input_grad[3:]
         returned = [
             _add_to_gradient(master_OI, gradient, normed) if wanted else None

@@ -141,6 +141,7 @@ def flex_mask(kind: LayerKind, layout: BlockLayout) -> FlexMask:
         seq_lengths=(queries, layout.context + queries),
     )
     begins_2Q, ends_2Q = ends_4Q[::2], ends_4Q[1::2]
+    # Never below 0: `attention_flash` takes the number of keys as unsigned.
     return FlexMask(blocks, begins_2Q | ((ends_2Q - begins_2Q).clamp_min(0) << 32))
 
 

@@ -1,4 +1,4 @@
-"""The backward passes of the drafter's norms on CUDA, in Triton: each tensor is read or written once.
+"""The backward passes of the norms in the drafter's layers on CUDA, in Triton: each tensor is read or written once.
 
 A compiler takes two passes, since a norm sums over the values of a row, and its gain's gradient over the rows. Here a
 program takes many rows one after the other and keeps its part of the gain's gradient until its end.

@@ -124,7 +124,7 @@ def _play(context: RankContext) -> None:
 
 def _trace_facts(config: Config, topology: Topology, device: torch.device) -> dict[str, Any]:
     """What each trace says of the run and the machine; nothing that names either."""
-    packages = ("torch", "triton", "transformers", "flash-linear-attention", "causal-conv1d")
+    packages = ("torch", "triton", "transformers", "flash-linear-attention", "causal-conv1d", "flash-attn-4")
     return {
         "topology": str(topology),
         "pairs": topology.pairs(),

@@ -103,7 +103,8 @@ def test_a_kernel_with_wrong_values_is_found(name: str) -> None:
 
 def test_the_attention_of_drafter_ranks_passes() -> None:
     """FlashAttention-4's where it is installed, else our own."""
-    (outcome,) = try_kernels(["drafter_attention"], Shapes(), None, {}).values()
+    shapes = Shapes(num_attention_heads=8, num_key_value_heads=2, head_dim=128)
+    (outcome,) = try_kernels(["drafter_attention"], shapes, None, {}).values()
     assert isinstance(outcome, Measured), outcome
     assert outcome.error < 0.015 and outcome.leak == 0.0, outcome
     assert verdict("drafter_attention", outcome).level == "ok", outcome

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_block_mask
 
-from dflash_dist.drafter.mask import BlockLayout, LayerKind, build_masks, flex_mask, inference_masks
+from dflash_dist.drafter.mask import BlockLayout, LayerKind, build_masks, dense_mask, flex_mask, inference_masks
 from tests.random_models import drafter_config, llama_config
 from tests.reference import sees
 
@@ -74,7 +74,13 @@ def test_flex_tiles_are_those_in_which_some_pair_or_every_pair_is_visible(
     keep = torch.rand(blocks, generator=generator) < 0.9
     layout = BlockLayout(block_size, anchors, keep, starts, int(ends[-1]) + padding)
     queries = blocks * block_size
-    ours = flex_mask(kind, layout).blocks
+    ours, spans_2Q = flex_mask(kind, layout)
+    begin_2Q1, end_2Q1 = (spans_2Q & (2**32 - 1))[..., None], ((spans_2Q & (2**32 - 1)) + (spans_2Q >> 32))[..., None]
+    key_S = torch.arange(layout.context + queries)
+    within_QS = ((key_S >= begin_2Q1) & (key_S < end_2Q1)).any(0)
+    exact = dense_mask(kind, layout)
+    assert torch.equal(within_QS, exact.visible_QS & ~exact.padding_Q[:, None])
+    assert (spans_2Q >= 0).all()  # the kernels take what is below 0 for very many keys
     theirs = create_block_mask(ours.mask_mod, None, None, queries, layout.context + queries, device="cpu")
     for name in ("kv", "full_kv", "q", "full_q"):
         numbers, places = (
