@@ -134,6 +134,10 @@ def read_folder(folder: Path | str) -> list[Trace]:
             f"{folder} could not be read, as a process that read a trace of it died: trace fewer steps if memory is "
             'short, and call this below `if __name__ == "__main__":` in a script'
         ) from None
+    except TraceError as error:
+        if len(paths) == 1:
+            raise
+        raise TraceError(f"{error}, or take it out of the folder to read the other {len(paths) - 1}") from None
     of_rank: dict[int | Path, Trace] = {}
     for trace in sorted(traces, key=lambda trace: _stamp(trace.path)):
         of_rank[trace.path if trace.rank is None else trace.rank] = trace

@@ -41,10 +41,8 @@ def as_text(ranks: Sequence[RankAnalysis], streams: Sequence[RankStream | None] 
     parts = [_aligned([head, *rows])]
     for rank, stream in _with_streams(ranks, streams):
         title = f"rank {_name(rank)}" + (f", {rank.role}" if rank.role else "")
-        if rank.gpu_busy_ns is None:
-            title += ": no GPU rows, so the times are those of the host"
-        else:
-            title += f": GPU busy {100 * rank.gpu_busy_ns / (rank.split.window_ns or 1):.1f} %"
+        busy = busy_percent(rank)
+        title += f": GPU busy {busy}" if busy else ": no GPU rows, so the times are those of the host"
         parts.append("\n".join([title, *_computing(rank), *(f"  {line}" for line in stream_lines(stream))]))
         parts[-1] += "".join(f"\n  {remark}" for remark in _with_clock(rank, stream))
     return "\n\n".join(parts)
@@ -56,6 +54,8 @@ def as_markdown(ranks: Sequence[RankAnalysis], streams: Sequence[RankStream | No
     used = [name for name in ranks[0].split.parts_ns if any(share[name] for share in shares)]
     titles = [rank_title(rank) for rank in ranks]
     rows = [[name.replace("_", " "), *(f"{share[name]:.1f} %" for share in shares)] for name in used]
+    if any(rank.has_gpu_rows for rank in ranks):
+        rows.append(["GPU busy", *map(busy_percent, ranks)])
     rows.append(["window", *(f"{rank.split.window_ns / 1e6:.1f} ms" for rank in ranks)])
     if any(rank.step_slowdown is not None for rank in ranks):
         rows.append(["a step, of those before the window", *(_factor(rank.step_slowdown) for rank in ranks)])
@@ -179,6 +179,11 @@ def remarks(rank: RankAnalysis, stream: RankStream | None = None) -> list[str]:
             ": they have no arrows, and what waited for them is unknown"
         )
     return found
+
+
+def busy_percent(rank: RankAnalysis) -> str:
+    """Of the window, in which the rank's GPU did anything; empty without GPU rows."""
+    return "" if rank.gpu_busy_ns is None else f"{100 * rank.gpu_busy_ns / (rank.split.window_ns or 1):.1f} %"
 
 
 def rank_title(rank: RankAnalysis) -> str:

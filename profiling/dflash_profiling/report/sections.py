@@ -10,7 +10,7 @@ from dflash_profiling.kineto import Trace
 from dflash_profiling.rank_stream import RankStream
 from dflash_profiling.report.text import duration, escaped, label, rank_name, sentence
 from dflash_profiling.report.waiting import awaited, headline
-from dflash_profiling.table import remarks, tenths
+from dflash_profiling.table import busy_percent, remarks, tenths
 from dflash_profiling.throughput import slowdown_warning
 from dflash_profiling.timeline import PARTS
 
@@ -131,6 +131,9 @@ def _parts_table(ranks: Sequence[RankAnalysis]) -> str:
     windows = "".join(f'<td data-ns="{r.split.window_ns}">{duration(r.split.window_ns)}</td>' for r in ranks)
     steps = "".join(f"<td>{rank.steps}</td>" for rank in ranks)
     foot = f'<tr><th scope="row">window</th>{windows}</tr><tr><th scope="row">steps</th>{steps}</tr>'
+    if any(rank.has_gpu_rows for rank in ranks):
+        busy = "".join(f"<td>{busy_percent(rank)}</td>" for rank in ranks)
+        foot = f'<tr><th scope="row">GPU busy</th>{busy}</tr>{foot}'
     if any(rank.step_slowdown is not None for rank in ranks):
         slowdowns = "".join(f"<td>{_factor(rank.step_slowdown)}</td>" for rank in ranks)
         foot += f'<tr><th scope="row">a step, of those before the window</th>{slowdowns}</tr>'
