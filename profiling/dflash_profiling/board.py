@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from dflash_profiling.trace_file import RECORD_SOME, TraceError
+from dflash_profiling.trace_file import RECORD_SOME, TraceError, no_folder
 
 _PACKAGES = {"tensorboard.program": "tensorboard", "torch_tb_profiler.plugin": "torch-tb-profiler"}
 _TRACE_NAME = re.compile(r".*\.pt\.trace\.json(\.gz)?")
@@ -80,7 +80,7 @@ def _run(logdir: Path, port: int | None) -> None:
 def run_folders(folder: Path) -> list[Path]:
     """The folders in which the plugin finds traces: each is a run to it. TraceError if there is none."""
     if not folder.is_dir():
-        raise TraceError(f"{folder} is no folder: give the one with the traces of a run, as runs/NAME/profile")
+        raise TraceError(no_folder(folder))
     found = {path.parent for path in folder.rglob("*.pt.trace.json*") if _TRACE_NAME.fullmatch(path.name)}
     if not found:
         raise TraceError(

@@ -20,7 +20,7 @@ import numpy as np
 from dflash_profiling.columns import identity, integers, nanoseconds, numbers, translated
 from dflash_profiling.communication import Communication, find_communication
 from dflash_profiling.slices import CATEGORIES, GPU_WORK, Category, Slices
-from dflash_profiling.trace_file import MAX_BYTES, RECORD_SOME, TraceError, events_of, load
+from dflash_profiling.trace_file import MAX_BYTES, RECORD_SOME, TraceError, events_of, load, no_folder
 
 _MAX_MALFORMED = 0.01
 _MAX_METADATA_CHARACTERS = 1 << 16
@@ -158,8 +158,7 @@ def _stamp(path: Path) -> int:
 def _newest(folder: Path) -> list[Path]:
     """The newest trace of each worker, by its file's name."""
     if not folder.is_dir():
-        wrong = "is no folder" if folder.exists() else "does not exist"
-        raise TraceError(f"{folder} {wrong}: give the folder with the traces of a run, as runs/NAME/profile")
+        raise TraceError(no_folder(folder))
     newest: dict[str, Path] = {}
     for path in sorted(folder.iterdir(), key=lambda path: (_stamp(path), path.name)):
         if match := _FILE_NAME.fullmatch(path.name):

@@ -19,6 +19,12 @@ class TraceError(Exception):
     """A file that cannot be read as a trace: one sentence that names it, says what it is and what to do."""
 
 
+def no_folder(folder: Path) -> str:
+    """What is wrong with a folder of traces that is none."""
+    wrong = "is no folder" if folder.exists() else "does not exist"
+    return f"{folder} {wrong}: give the folder with the traces of a run, as runs/NAME/profile"
+
+
 def load(path: Path, max_bytes: int) -> Any:
     """The JSON in a file, compressed or not; TraceError if there is none, or more of it than `max_bytes`."""
     text = _read(path, max_bytes).decode("utf-8-sig", "replace")

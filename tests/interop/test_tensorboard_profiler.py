@@ -198,7 +198,7 @@ def refused(*arguments: str, **changes: str) -> str:
 
 def test_what_cannot_be_shown_is_refused_in_a_line(runs: Path, tmp_path: Path) -> None:
     assert refused(str(runs / "empty")).startswith(f"error: {runs}/empty holds no trace")
-    assert refused(str(runs / "absent")).startswith(f"error: {runs}/absent is no folder")
+    assert refused(str(runs / "absent")).startswith(f"error: {runs}/absent does not exist")
     (tmp_path / "torch_tb_profiler.py").write_text("import no_such_module")
     paths = os.pathsep.join([str(tmp_path), environment()["PYTHONPATH"]])
     error = refused(str(runs), PYTHONPATH=paths)

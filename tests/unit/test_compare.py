@@ -260,7 +260,7 @@ def test_the_trainer_has_the_command_and_refuses_in_one_sentence(tmp_path: Path)
         text=True,
         check=False,
     )
-    assert refused.returncode == 2 and "none is no folder" in refused.stderr and refused.stderr.count("\n") == 1
+    assert refused.returncode == 2 and "none does not exist" in refused.stderr and refused.stderr.count("\n") == 1
 
 
 def test_every_public_trace_is_as_itself(tmp_path: Path) -> None:
