@@ -1,4 +1,4 @@
-"""The drafter's element-wise work, each function one kernel forward and one backward where it runs on CUDA.
+"""The drafter's element-wise work, each function one kernel forward and one or two backward where it runs on CUDA.
 
 Everything is computed in fp32 at least and returned in the type of its first argument.
 

@@ -134,11 +134,10 @@ def analyze(trace: Trace, waits: Waits | None = None) -> RankAnalysis:
     numbers = _step_numbers(trace)
     window = union(np.array([start_ns]), np.array([end_ns]))
     spans = _spans(trace)
-    gpu_busy, idle_by_host = None, {}
+    busy_ns, idle_by_host = None, {}
     if trace.has_gpu_rows:
-        work_S = np.isin(slices.category, GPU_WORK)
-        busy = intersection(window, union(slices.start_ns[work_S], slices.end_ns[work_S]))
-        gpu_busy, idle_by_host = busy.total_ns, _by_host(trace, difference(window, busy), spans)
+        busy = intersection(window, gpu_busy(trace))
+        busy_ns, idle_by_host = busy.total_ns, _by_host(trace, difference(window, busy), spans)
         kernel_names = _kernel_names(trace)
         compute_S = np.isin(slices.category, (Category.KERNEL, Category.MEMSET)) & ~_communicates(trace)
         parts = _gpu_parts(trace, compute_S, spans, waits)
@@ -165,7 +164,7 @@ def analyze(trace: Trace, waits: Waits | None = None) -> RankAnalysis:
         steps=steps,
         first_step=min(numbers, default=None),
         last_step=max(numbers, default=None),
-        gpu_busy_ns=gpu_busy,
+        gpu_busy_ns=busy_ns,
         idle_by_host_ns=idle_by_host,
         host_by_span_ns=by_span(window, spans),
         has_gpu_rows=trace.has_gpu_rows,
@@ -240,14 +239,10 @@ def part_of_kernels(trace: Trace) -> np.ndarray:
     return part_S
 
 
-def gpu_busy_ns(trace: Trace) -> tuple[int, int]:
-    """(busy, idle) from the first to the last GPU work of the trace; (0, 0) where there is none."""
-    slices = trace.slices
-    work_S = np.isin(slices.category, GPU_WORK)
-    busy = union(slices.start_ns[work_S], slices.end_ns[work_S])
-    if not len(busy.start_I):
-        return 0, 0
-    return busy.total_ns, int(busy.end_I[-1] - busy.start_I[0]) - busy.total_ns
+def gpu_busy(trace: Trace) -> Intervals:
+    """When anything goes on on the GPU, in the whole trace."""
+    work_S = np.isin(trace.slices.category, GPU_WORK)
+    return union(trace.slices.start_ns[work_S], trace.slices.end_ns[work_S])
 
 
 def _window(trace: Trace) -> tuple[int, int, int]:
@@ -329,7 +324,6 @@ def _gpu_parts(
     nothing = union(np.empty(0, np.int64), np.empty(0, np.int64))
     waiting = waits.parts.get("collective_wait", nothing)
     copy_S = slices.category == Category.MEMCPY
-    busy = where(np.isin(slices.category, GPU_WORK))
     whole = union(slices.start_ns.min(keepdims=True), slices.end_ns.max(keepdims=True))
     delays = launch_delays_ns(trace)
     return {
@@ -346,7 +340,9 @@ def _gpu_parts(
         "allocator": where(named(_ALLOCATOR, Category.RUNTIME)),
         "data": _of_spans(spans, "data"),
         "checkpoint": _of_spans(spans, "checkpoint"),
-        "host_bound": host_bound(difference(whole, busy), slices.start_ns[delays.gpu], slices.end_ns[delays.launch]),
+        "host_bound": host_bound(
+            difference(whole, gpu_busy(trace)), slices.start_ns[delays.gpu], slices.end_ns[delays.launch]
+        ),
     }
 
 

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dflash_profiling.analysis import STEP, gpu_busy_ns
+from dflash_profiling.analysis import STEP, gpu_busy
 from dflash_profiling.intervals import union
 from dflash_profiling.kineto import GPU_WORK, Category, Trace, TraceError, read_trace
 from tests.unit.test_kineto import TRACES
@@ -138,7 +138,9 @@ def test_busy_and_idle_time_and_totals_are_those_of_hta(exact_figures: Figures) 
             assert not trace.has_gpu_rows or theirs.startswith("TypeError: Invalid value"), (path, theirs)
             continue
         every_S = np.ones(len(trace.slices), bool)
-        rows, times_ns = gpu_rows(trace, every_S), gpu_busy_ns(trace)
+        busy = gpu_busy(trace)
+        span_ns = int(busy.end_I[-1] - busy.start_I[0]) if len(busy.end_I) else 0
+        rows, times_ns = gpu_rows(trace, every_S), (busy.total_ns, span_ns - busy.total_ns)
         by_its_rules = gpu_rows(trace, launched_in_steps(trace)) + host_rows_with_stream(path)
         if rows == by_its_rules:
             equal += 1

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dflash_profiling.analysis import WAITS, RankAnalysis, analyze, analyze_ranks, gpu_busy_ns
+from dflash_profiling.analysis import WAITS, RankAnalysis, analyze, analyze_ranks
 from dflash_profiling.kineto import read_folder, read_trace
 from dflash_profiling.table import as_json, as_text, tenths
 from dflash_profiling.timeline import PARTS
@@ -114,7 +114,9 @@ def test_every_public_trace_adds_up(path: Path) -> None:
         return  # what is refused is tested with the reader
     found = analyze(trace)
     assert sums_up(found)
-    assert (gpu_busy_ns(trace) == (0, 0)) == (not trace.has_gpu_rows)
+    assert (found.gpu_busy_ns is None) == (not trace.has_gpu_rows)
+    if found.gpu_busy_ns is not None:
+        assert found.gpu_busy_ns + sum(found.idle_by_host_ns.values()) == found.split.window_ns
     assert sum(tenths(found.split.parts_ns).values()) == pytest.approx(100, abs=1e-9)
     text = as_text([found])
     assert ("no GPU rows" in text) == (not trace.has_gpu_rows)
